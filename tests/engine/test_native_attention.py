@@ -4,8 +4,10 @@ alone, bit by bit, however the prompt was cut."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, 
 from llmbackend.engine.cpu.native_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
-from llmbackend.engine.kernels.operations import Kind, RotaryOp, Type
+from llmbackend.engine.kernels.operations import AttentionOp, Kind, RotaryOp, Type
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
 from tests.helpers.native_engines import COMPILER, EMULATED_TILES, Array, engine, from_bf16, to_bf16
@@ -284,8 +286,9 @@ def test_long_contexts_keep_the_law(variant: str, kv_type: Type, window: int, nu
 
 
 @each_kind
-def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type) -> None:
-    shape = Shape(kv_type=kv_type)
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (3.0, False), (0.0, True)])
+def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type, softcap: float, sinks: bool) -> None:
+    shape = Shape(kv_type=kv_type, softcap=softcap, sinks=sinks)
     sequences = list(sequences_of(shape))
     broken = sequences[3]
     sequences[3] = Tokens(np.full_like(broken.q, np.nan), np.full_like(broken.k, np.inf), broken.v * np.nan)
@@ -297,6 +300,29 @@ def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type) -> None:
     if kv_type is Type.BFLOAT16:
         assert np.isfinite(from_bf16(pages.keys)).all()
         assert np.isfinite(from_bf16(pages.values)).all()
+
+
+def test_a_decode_step_needs_little_memory_for_a_long_context() -> None:
+    """One query whose heads' tasks are all cut into many parts."""
+    shape, team, context = Shape(heads=32, kv_heads=8, dim=128, kv_type=Type.FLOAT32), engine(VARIANTS[0], 16), 131072
+    pages = Pages(shape, [shape.block_size])
+    pages.table = np.zeros((1, context // shape.block_size), np.int32)  # all positions are in one block
+    pages.keys[:] = pages.values[:] = 0
+    q, out = (np.ones((1, shape.heads * shape.dim), np.float32) for _ in range(2))
+    op = AttentionOp(
+        kind=Kind.ATTENTION, q=q.ctypes.data, keys=pages.keys.ctypes.data, values=pages.values.ctypes.data,
+        out=out.ctypes.data, q_stride=q.shape[1], out_stride=out.shape[1], num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads, head_dim=shape.dim, block_size=shape.block_size, kv_type=shape.kv_type,
+        out_type=shape.out_type, scaling=1.0,
+    )  # fmt: skip
+    batch, before = Batch(pages, [(0, context - 1, 1)]), mapped_bytes()
+    run(team, [op], batch.step)
+    assert not out.any()
+    assert mapped_bytes() - before < 16 << 20
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from tests.engine.test_native_linear import tile_product
 from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, fused_vectors, to_bf16
 
 VARIANTS = list(library.available())
-KINDS = [Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4, Type.INT4_MIN, Type.MXFP4, Type.Q6_K]
+UNPACKED = [Type.Q8_0, Type.IQ4_NL]
+"""Types of which AVX2 alone unpacks weights and rows to 16 bits, from twelve rows on."""
+KINDS = [Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4, Type.INT4_MIN, Type.MXFP4, Type.Q6_K, *UNPACKED]
 WIDTH, INNER, EXPERTS, TOP_K = 256, 256, 6, 2
 SOFTMAX, SIGMOID = 0, 1
 
@@ -207,6 +209,14 @@ def test_each_row_is_multiplied_by_its_expert(variant: str, kind: Type, epilogue
         for threads in (1, 3):
             assert np.array_equal(experts.run(x, chosen, epilogue, threads), expected), f"{tokens} tokens"
         assert np.array_equal(experts.run(x, chosen, epilogue, of_tokens=False), expected)
+
+
+@pytest.mark.skipif("avx2" not in VARIANTS, reason="no AVX2")
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_avx2_multiplies_unpacked_rows_by_all_their_experts(kind: Type) -> None:
+    experts = Experts(engine("avx2"), kind, n=32, k=64)
+    x, chosen = experts.x(40), chosen_of(40)
+    assert np.array_equal(experts.run(x, chosen, Epilogue.STORE), experts.expected(x, chosen, Epilogue.STORE))
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -6,6 +6,11 @@ import ctypes
 import importlib.machinery
 import logging
 import platform
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import choice, library
 from llmbackend.engine.kernels.library import NativeKernels, fault_of, op_pointers
 from llmbackend.engine.kernels.operations import STRUCTURES, EmbedOp, Kind, Step, Type
-from tests.helpers.native_engines import engine
+from tests.helpers.native_engines import COMPILER, engine
 
 pytestmark = pytest.mark.slow
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
@@ -200,3 +205,108 @@ def test_a_team_ends_with_its_engine() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == before + 2
     engine.close()
     assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+FEW_THREADS = """
+import os, resource
+from pathlib import Path
+from llmbackend.engine.kernels import library
+loaded = library.load("generic")
+used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    library.NativeKernels(loaded, 200)
+except OSError as error:
+    print(error)
+print(len(os.listdir("/proc/self/task")))
+library.NativeKernels(loaded, 2).close()
+"""
+"""Each thread has a stack of megabytes."""
+
+
+@native
+def test_threads_that_cannot_be_started_are_an_error() -> None:
+    result = subprocess.run([sys.executable, "-c", FEW_THREADS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    error, threads = result.stdout.splitlines()
+    assert error.startswith("num_threads is 200: the system does not start so many")
+    assert threads == "1"
+
+
+EXIT_IN_A_STEP = """
+import threading
+import numpy as np
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.operations import Kind, LinearOp, Step, Type
+n, k, rows = 4096, 4096, 256
+loaded = library.load()
+kernels = library.NativeKernels(loaded, 2)
+weight = loaded.memory(library.packed_bytes(n, k, Type.FLOAT32))
+x, y = np.zeros((rows, k), np.float32), np.zeros((rows, n), np.float32)
+op = LinearOp(
+    kind=Kind.LINEAR, weight=weight.ctypes.data, x=x.ctypes.data, y=y.ctypes.data, n=n, k=k, x_stride=k, y_stride=n,
+    weight_type=Type.FLOAT32, x_type=Type.FLOAT32, y_type=Type.FLOAT32, factor=1.0,
+)
+ops, begun = library.op_pointers([op]), threading.Event()
+def step_forever():
+    while True:
+        kernels.run(ops, 1, Step(num_tokens=rows))
+        begun.set()
+threading.Thread(target=step_forever, daemon=True).start()
+begun.wait()
+"""
+
+
+@native
+def test_a_process_may_exit_while_a_daemon_thread_computes() -> None:
+    result = subprocess.run([sys.executable, "-c", EXIT_IN_A_STEP], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+FEATURES_OF = """
+#include <cstdio>
+#include <cstring>
+static int num_flags;
+static char** flags;
+static bool has(const char* name) {
+    for (int i = 0; i < num_flags; i++)
+        if (std::strcmp(flags[i], name) == 0) return true;
+    return false;
+}
+#define __builtin_cpu_supports(name) has(name)
+#include "cpu.h"
+int main(int count, char** arguments) {
+    num_flags = count, flags = arguments;
+    std::printf("%d", llmb::cpu_features());
+}
+"""
+"""Of a CPU with the named flags."""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="other CPUs have the generic one")
+def test_a_library_runs_only_with_all_that_it_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what setup.py takes it to need, and the options in pyproject.toml."""
+    root = Path(__file__).parents[2]
+    monkeypatch.setattr("setuptools.setup", lambda **options: None)
+    needed: dict[str, set[str]] = runpy.run_path(str(root / "setup.py"))["REQUIRED_FLAGS"]
+    for extension in tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]:
+        options = " ".join(extension.get("extra-compile-args", []))
+        if (variant := extension["name"].rpartition("._")[2]) in needed:
+            needed[variant] = needed[variant] | set(re.findall(r"-m(avx2|fma|bmi2)\b", options))
+    (tmp_path / "main.cpp").write_text(FEATURES_OF)
+    native_sources = Path(library.__file__).parent / "native"
+    command = [str(COMPILER), "-std=c++20", f"-I{native_sources}", "main.cpp", "-o", "features"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+
+    def features(flags: set[str]) -> int:
+        return int(subprocess.check_output([tmp_path / "features", *flags]))
+
+    def compilers_name(flag: str) -> str:
+        return flag.replace("avx512_", "avx512").replace("amx_", "amx-")
+
+    everything = {compilers_name(flag) for flags in needed.values() for flag in flags}
+    assert features(everything) & library.VARIANTS["avx512_vnni"]
+    for variant, flags in needed.items():
+        for flag in flags - {"avx_vnni"}:  # the CPU itself is asked for that
+            assert not features(everything - {compilers_name(flag)}) & library.VARIANTS[variant], (variant, flag)

@@ -17,6 +17,7 @@ from tests.helpers.native_engines import (
     Array,
     best_is_fast,
     check_bad_row,
+    check_dominating_element,
     check_rows_in_batches,
     check_sampled_rows,
     check_variants_agree,
@@ -159,6 +160,13 @@ def _bytes_of_scales(kind: Type) -> Array:
     blocks = np.zeros((1024 // BLOCKS[kind].k, BLOCKS[kind].file_bytes), bool)
     blocks[:, begin:end] = True
     return blocks.reshape(-1)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_K])
+def test_an_element_may_be_all_of_a_wide_row(variant: str, kind: Type) -> None:
+    layer = Layer(engine(variant), 32, 53248, kind=kind)
+    check_dominating_element(layer, layer.weights[0].matrix)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

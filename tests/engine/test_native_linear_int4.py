@@ -17,6 +17,7 @@ from tests.helpers.native_engines import (
     Array,
     best_is_fast,
     check_bad_row,
+    check_dominating_element,
     check_rows_in_batches,
     check_sampled_rows,
     check_variants_agree,
@@ -409,6 +410,12 @@ def check_largest_numbers(kernels: NativeKernels, kind: Type, rows: int) -> None
     scales = layer.weights[0].scales.view(np.float16).astype(np.float64)
     exact = x[:, :1].astype(np.float64) * 7 * GROUP * scales.sum(axis=(0, 1)) + layer.biases[0]
     np.testing.assert_allclose(layer.run(x), exact, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+def test_an_element_may_be_all_of_a_wide_row(variant: str) -> None:
+    layer = Layer(engine(variant), 32, 53248)
+    check_dominating_element(layer, layer.weights[0].matrix)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -17,6 +17,7 @@ from tests.helpers.native_engines import (
     Array,
     best_is_fast,
     check_bad_row,
+    check_dominating_element,
     check_margins,
     check_sampled_rows,
     compiled,
@@ -45,7 +46,7 @@ def quantised(x: Array, limit: Array | None = None) -> tuple[Array, Array]:
 
 def narrow_limits(x: Array, times: float = 12) -> Array:
     """The magnitude [rows, 1] that becomes 127 in rows of activations: so many typical ones of a row, but no less than
-    their mean, and so that at most one element in 32 is beyond it."""
+    their mean and the largest one's 32,768th, and so that at most one element in 32 is beyond it."""
     rows, k = x.shape
     magnitudes = np.zeros((rows, -(-k // 64) * 64), np.float32)
     magnitudes[:, :k] = np.abs(x)
@@ -55,7 +56,8 @@ def narrow_limits(x: Array, times: float = 12) -> Array:
     mean = by_halves(sums) / np.float32(k)
     typical = by_halves(np.minimum(sums[:, :32], sums[:, 32:])) * np.float32(2) / np.float32(k)
     largest = magnitudes.max(axis=1, keepdims=True)
-    limit: Array = np.minimum(np.maximum(typical * np.float32(times), mean), largest)
+    least = np.maximum(mean, largest / np.float32(32768))
+    limit: Array = np.minimum(np.maximum(typical * np.float32(times), least), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
         limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
     return limit
@@ -326,6 +328,12 @@ def test_largest_numbers_do_not_saturate(variant: str) -> None:
         layer.packed = [Packed(layer.engine, np.full((32, 4096), sign * 0.25, np.float32))]
         x = np.full((3, 4096), [[1e30], [-1e30], [1e-30]], np.float32)
         np.testing.assert_allclose(layer.run(x), layer.expected(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+def test_an_element_may_be_all_of_a_wide_row(variant: str) -> None:
+    layer = Layer(engine(variant), 32, 53248)
+    check_dominating_element(layer, layer.packed[0].integers * layer.packed[0].expected_scale)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -156,6 +156,15 @@ def check_bad_row(layer: Any, bad: float) -> None:
     assert np.array_equal(result[others], good[others])
 
 
+def check_dominating_element(layer: Any, matrix: Array) -> None:
+    """A row of zeros but one times the layer's dequantised weights, however wide they are."""
+    x = layer.x(2)
+    x[:, : layer.k] = 0
+    x[:, 40] = [1, -1]
+    expected = np.outer([1, -1], matrix[:, 40])
+    assert np.linalg.norm(layer.run(x) - layer.biases[0] - expected) < 0.01 * np.linalg.norm(expected)
+
+
 def check_rows_in_batches(layer: Any, threads: int) -> None:
     """A row is the same in every batch."""
     x = layer.x(140, outliers=True)

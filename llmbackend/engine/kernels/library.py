@@ -3,7 +3,7 @@
 Used by code that builds operations or runs steps; independent of models. Invariants: a library is used only if the CPU
 can execute it, its structures have the sizes of ours (operations.py), and it passed a self-test of a few milliseconds.
 (The verification of a program compares it with modules that use the same kernels, which would not reveal a faulty
-library.) Calls release the GIL; memory and threads are freed with their Python owners.
+library.) Calls release the GIL; memory and threads are freed with their Python owners, or end with the process.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class KernelLibrary:
         if not address:
             raise MemoryError(f"{size_bytes} bytes could not be allocated")
         buffer = (ctypes.c_uint8 * size_bytes).from_address(address)
-        weakref.finalize(buffer, self.functions.llmb_memory_delete, address, max(size_bytes, 1))
+        # Not at exit, when daemon threads may still compute with it.
+        weakref.finalize(buffer, self.functions.llmb_memory_delete, address, max(size_bytes, 1)).atexit = False
         return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
 
 
@@ -149,10 +150,17 @@ class NativeKernels:
     """The native kernels, with a team of threads that runs them. Used by one thread at a time."""
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
+        """Raises OSError if the threads cannot be started."""
         self.library = library
         self.num_threads = num_threads
         self.pointer = library.functions.llmb_engine_new(num_threads)
+        if self.pointer is None:
+            raise OSError(
+                f"num_threads is {num_threads}: the system does not start so many; expected fewer, or higher limits "
+                "(memory, ulimit -u, pids.max)"
+            )
         self._finalizer = weakref.finalize(self, library.functions.llmb_engine_delete, self.pointer)
+        self._finalizer.atexit = False  # daemon threads may still compute then
 
     def run(self, ops: Any, num_ops: int, step: Step) -> None:
         """Runs `ops`, an array of pointers from `op_pointers`. Raises MemoryError."""

@@ -21,10 +21,14 @@
 
 namespace llmb {
 
-// Memory for the rows of this many tasks.
+// Rows of each part of a cut task: few if the step decodes, even where a context has many parts.
 template <class Kernel>
-inline SoftmaxState take_state(const AttentionOp& op, int num_tasks, Carver& memory) {
-    const size_t rows = static_cast<size_t>(Kernel::padded_rows(task_rows(op))) * num_tasks;
+inline size_t rows_per_part(const AttentionOp& op, const Plan& plan) {
+    return Kernel::padded_rows(plan.most_cut_queries * group_size(op));
+}
+
+template <class Kernel>
+inline SoftmaxState take_state(const AttentionOp& op, size_t rows, Carver& memory) {
     const int width = Kernel::value_width(op);
     return {memory.take<float>(rows * kLanes), memory.take<float>(rows), memory.take<float>(rows * width), width};
 }
@@ -36,8 +40,8 @@ struct WorkerMemory {
         : tasks(memory.take<Task>(plan.num_tasks)), cut(memory.take<CutTask>(plan.num_cut)),
           first(memory.take<int32_t>(task_rows(op))), last(memory.take<int32_t>(task_rows(op))),
           slopes(memory.take<float>(task_rows(op))),
-          state(take_state<Kernel>(op, 1, memory)), total(take_state<Kernel>(op, 1, memory)),
-          kernel(op, task_rows(op), memory) {}
+          state(take_state<Kernel>(op, Kernel::padded_rows(task_rows(op)), memory)),
+          total(take_state<Kernel>(op, Kernel::padded_rows(task_rows(op)), memory)), kernel(op, task_rows(op), memory) {}
 
     static size_t bytes(const AttentionOp& op, const Plan& plan) {
         Carver counted(nullptr);
@@ -62,8 +66,9 @@ class TaskRunner {
 
   public:
     TaskRunner(const AttentionOp& op, const Step& step, const Places& places, const SoftmaxState& parts,
-               WorkerMemory<Kernel>& memory)
-        : op_(op), step_(step), places_(places), parts_(parts), memory_(memory), ahead_(op, places), group_(group_size(op)) {}
+               size_t rows_per_part, WorkerMemory<Kernel>& memory)
+        : op_(op), step_(step), places_(places), parts_(parts), rows_per_part_(rows_per_part), memory_(memory),
+          ahead_(op, places), group_(group_size(op)) {}
 
     // next: the task that this worker will probably run afterwards, or null.
     void run(const Task& task, const Task* next) {
@@ -91,9 +96,7 @@ class TaskRunner {
     }
 
   private:
-    SoftmaxState part(int index) const {
-        return parts_.from(static_cast<size_t>(index) * Kernel::padded_rows(task_rows(op_)));
-    }
+    SoftmaxState part(int index) const { return parts_.from(index * rows_per_part_); }
 
     const float* query(const Task& task, int row) const {
         const size_t token = step_.query_start[task.row] + task.first_query + row / group_;
@@ -171,6 +174,7 @@ class TaskRunner {
     const Step& step_;
     const Places& places_;
     const SoftmaxState parts_;
+    const size_t rows_per_part_;
     WorkerMemory<Kernel>& memory_;
     LookAhead<T> ahead_;
     const int group_;
@@ -184,11 +188,12 @@ inline void attend(Worker& worker, const AttentionOp& given, const Step& step, c
     const Places places(op, step);
     const Plan plan = plan_tasks(places, worker.size);
     Carver shared(scratch);
-    const SoftmaxState parts = take_state<Kernel>(op, plan.num_parts, shared);
+    const size_t part_rows = rows_per_part<Kernel>(op, plan);
+    const SoftmaxState parts = take_state<Kernel>(op, part_rows * plan.num_parts, shared);
     Carver own(scratch + shared.used() + worker.rank * WorkerMemory<Kernel>::bytes(op, plan));
     WorkerMemory<Kernel> memory(op, plan, own);
     list_tasks(places, plan, memory.tasks, memory.cut);
-    TaskRunner<Kernel> runner(op, step, places, parts, memory);
+    TaskRunner<Kernel> runner(op, step, places, parts, part_rows, memory);
     // With many tasks, a worker takes several at a time: it then knows what comes next, and prefetches its first keys.
     const int grain = plan.num_tasks >= 32 * worker.size ? 4 : 1;
     tiles_begin();
@@ -225,7 +230,7 @@ inline size_t attention_scratch_bytes(const AttentionOp& given, const Step& step
     const Plan plan = plan_tasks(Places(op, step), num_threads);
     return with_kernel(op, [&]<class Kernel>(std::type_identity<Kernel>) {
         Carver shared(nullptr);
-        take_state<Kernel>(op, plan.num_parts, shared);
+        take_state<Kernel>(op, rows_per_part<Kernel>(op, plan) * plan.num_parts, shared);
         return shared.used() + num_threads * WorkerMemory<Kernel>::bytes(op, plan);
     });
 }

@@ -128,6 +128,7 @@ struct Plan {
     int num_tasks = 0;
     int num_parts = 0;
     int num_cut = 0;
+    int most_cut_queries = 0;  // of a cut task
     int64_t longest = INT64_MAX;
 
     bool cuts(const Task& task) const { return cost(task) > longest && count_partitions(task) > 1; }
@@ -142,6 +143,7 @@ inline Plan plan_tasks(const Places& places, int num_threads) {
         const int parts = plan.cuts(task) ? count_partitions(task) : 0;
         plan.num_parts += parts;
         plan.num_cut += parts > 0;
+        if (parts > 0) plan.most_cut_queries = std::max(plan.most_cut_queries, task.num_queries);
         plan.num_tasks += std::max(parts, 1);
     });
     return plan;

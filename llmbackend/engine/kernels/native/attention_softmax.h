@@ -55,11 +55,11 @@ struct TaskRows {
 
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-// tanh(x), absolute error below 2e-7.
+// tanh(x), absolute error below 2e-7; NaN of a NaN.
 inline Floats tanh(Floats x) {
     const Floats ten = splat(10.0f);
     const Floats bounded = x > ten ? ten : x < -ten ? -ten : x;
-    return 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f);
+    return fma(bounded, Floats{}, 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f));  // exp alone would lose a NaN
 }
 
 inline float exp_of(float x) { return exp(splat(x))[0]; }
@@ -158,10 +158,11 @@ inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r
     total.maxima[r] = best;
 }
 
-// The final factor on a row's weighted values: 1 / the sum of its weights, including the sink's.
+// The final factor on a row's weighted values: 1 / the sum of its weights, including the sink's. A NaN score has a weight
+// of zero; if all are NaN, so is the product of this and the values, with a sink too.
 inline float normaliser(const SoftmaxState& state, int r, const float* sink) {
     const float total = sum(load(state.sums + r * kLanes));
-    if (sink == nullptr) return 1.0f / total;
+    if (sink == nullptr || total == 0.0f) return 1.0f / total;
     const float best = *sink > state.maxima[r] ? *sink : state.maxima[r];
     const float factor = exp_of(state.maxima[r] - best);
     return factor / fma(total, factor, exp_of(*sink - best));

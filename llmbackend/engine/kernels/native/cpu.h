@@ -38,10 +38,10 @@ inline bool has_avx_vnni() {
 inline int32_t cpu_features() {
     int32_t features = 0;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) features |= kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) features |= kAvx2;
     if ((features & kAvx2) && has_avx_vnni()) features |= kAvxVnni;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+    if ((features & kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
         features |= kAvx512;
     if ((features & kAvx512) && __builtin_cpu_supports("avx512vnni")) features |= kAvx512Vnni;
 #if defined(__GNUC__) && !defined(__clang__)

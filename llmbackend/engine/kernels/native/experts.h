@@ -113,6 +113,7 @@ struct GgmlKind {
     void copy(int from, int to) {
         copy_row(x, from, to);
         copy_sums(x.sums, x.per_row, from, to);
+        if (x.shorts) std::memcpy(x.shorts + to * x.stride, x.shorts + from * x.stride, x.stride * sizeof(int16_t));
     }
     void run(const LinearOp& linear, int first, int last, int begin, int end) const {
         const ggml::Product product{linear, x, ggml::Kernel::of(linear.weight_type)};

@@ -93,8 +93,8 @@ template <class Put>
 inline void encode_key(const float* k, int dim, int value_exponent, Put&& put) {
     const int exponent = key_exponent(k, dim);
     each_integer(k, dim, unit_factor(exponent), [&](int d, int integer) {
-        const int bit = (d % 2 ? value_exponent : exponent) >> d / 2 & 1;
-        put(d, fixed16{static_cast<int16_t>(d < 2 * kExponentBits ? (integer & ~1) | bit : integer)});
+        if (d < 2 * kExponentBits) integer = (integer & ~1) | ((d % 2 ? value_exponent : exponent) >> d / 2 & 1);
+        put(d, fixed16{static_cast<int16_t>(integer)});
     });
 }
 

@@ -4,6 +4,7 @@
 // threads of the team; their results do not depend on the number of threads.
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <iterator>
 
 #include "arrange.h"
@@ -106,7 +107,14 @@ inline int run_ops(Engine& engine, const void* const* ops, int num_ops, const St
 
 }  // namespace llmb
 
-LLMB_EXPORT void* llmb_engine_new(int num_threads) { return new llmb::Engine(num_threads); }
+// Null if its threads could not be started.
+LLMB_EXPORT void* llmb_engine_new(int num_threads) {
+    try {
+        return new llmb::Engine(num_threads);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
 
 LLMB_EXPORT void llmb_engine_delete(void* engine) { delete static_cast<llmb::Engine*>(engine); }
 

@@ -83,9 +83,10 @@ constexpr float kNarrowFine = 7.0f;
 constexpr int kWideEvery = 32;   // at most one element of this many is wide, which limits the cost
 
 // The magnitude that becomes 127 in a row of activations. It is at least the mean, so a row's integers have a magnitude
-// of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
+// of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000. No integer
+// exceeds 127 * 2^15, because `quantise_row` rounds only below 2^22; for a k up to 2^15, the mean alone ensures that.
 inline float narrow_limit(const Magnitudes& row, float narrow) {
-    return std::min(std::max(row.typical * narrow, row.mean), row.largest);
+    return std::min(std::max({row.typical * narrow, row.mean, row.largest / 32768.0f}), row.largest);
 }
 
 // The excess of an element over 127 or -127.

@@ -68,16 +68,17 @@ struct Worker {
 
 class Team {
   public:
+    // Throws std::system_error if the system does not start a thread.
     explicit Team(int size) : size_(size) {
-        for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { serve(rank); });
+        try {
+            for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { serve(rank); });
+        } catch (...) {
+            end_threads();
+            throw;
+        }
     }
 
-    ~Team() {
-        job_ = nullptr;
-        start_.fetch_add(1, std::memory_order_release);
-        start_.notify_all();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { end_threads(); }
 
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
@@ -110,6 +111,13 @@ class Team {
             job_(context_, worker);
             worker.barrier();
         }
+    }
+
+    void end_threads() {
+        job_ = nullptr;
+        start_.fetch_add(1, std::memory_order_release);
+        start_.notify_all();
+        for (auto& thread : threads_) thread.join();
     }
 
     const int size_;
