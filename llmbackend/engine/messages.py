@@ -207,7 +207,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot after a step; "+" marks counters since the engine started.
 
     num_requests_running      running requests
-    num_requests_waiting      waiting requests
+    num_requests_waiting      waiting requests, also those whose grammar or adapter is not ready yet
     num_blocks                KV blocks on the device
     num_free_blocks           of them, free or cached but not in use by a request
     num_preemptions         + preempted requests
@@ -224,7 +224,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks           KV blocks in host memory
     num_offloaded_blocks    + blocks copied to host memory
     num_reloaded_blocks     + blocks copied back
-    prefix_cache_queries    + tokens of admitted requests
+    prefix_cache_queries    + tokens of admitted requests that were looked up in the prefix cache
     prefix_cache_hits       + of them, found in the prefix cache
     """
 

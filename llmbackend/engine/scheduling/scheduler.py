@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.kv_cache import KVCacheManager
+from ..memory.kv_cache import NOT_SHARED, KVCacheManager
 from ..memory.prefix_cache import Key, Prefix
 from ..reports import WaitReason
 from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
@@ -86,7 +86,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        """Tokens of requests at their first admission, and how many of them were prefix-cache hits."""
+        """Tokens of requests that were looked up in the prefix cache, at their first admission, and how many of them
+        were found."""
 
     @property
     def num_waiting(self) -> int:
@@ -326,8 +327,9 @@ class Scheduler:
         self._table.num_computed_tokens[head.row] = num_hit
         if head.num_cached_tokens < 0:
             head.num_cached_tokens = min(num_hit, len(head.request.prompt_token_ids))
-            self.num_queried_tokens += num_tokens
-            self.num_hit_tokens += num_hit
+            if prefix.parent != NOT_SHARED and self._rows.wanted_prompt_logprobs(head) is None:
+                self.num_queried_tokens += num_tokens
+                self.num_hit_tokens += num_hit
         return num_hit
 
     def _take_row(self, head: Sequence) -> bool:
