@@ -150,6 +150,8 @@ class EngineCore:
         if error := refusal(request, self.info):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error, is_bad_input=True))
             return
+        if request.served_lora_name:
+            self.prefixes.name_adapter(request.lora_name, request.served_lora_name)
         sequence = Sequence(request, arrival, self.info)
         output = request.output_token_ids
         # A resumed request with nothing left to generate.

@@ -132,6 +132,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant            set by the host
     cache_salt        set by the client, "" = none
     lora_name         the adapter, "" = none
+    served_lora_name  the clients' name for it, "" = the same; several loads can have it
     grammar           the allowed outputs, as llguidance's TopLevelGrammar in JSON, or Lark; applies from the first
                       token, or from the one after the reasoning; "" = all
     reasoning         None = the engine does not track reasoning
@@ -148,6 +149,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
+    served_lora_name: str = ""
     grammar: str = ""
     reasoning: Reasoning | None = None
     prefix_group: str = ""
