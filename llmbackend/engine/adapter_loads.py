@@ -89,8 +89,8 @@ class AdapterLoads:
         self._failures: dict[str, str] = {}
         """Why adapters could not be read again; only until the requests held for them have ended with it."""
         self._unwanted: set[str] = set()
-        self._held: dict[str, InferRequest] = {}
-        """Requests by id, in order of arrival."""
+        self._held: dict[str, tuple[InferRequest, int]] = {}
+        """Requests and their arrival numbers by id, in order of arrival."""
 
     @property
     def is_loading(self) -> bool:
@@ -99,6 +99,10 @@ class AdapterLoads:
     @property
     def has_work(self) -> bool:
         return bool(self._loading or self._wanted or self._results)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def load(self, wanted: AdapterLoad) -> None:
         if self._adapters is None:
@@ -114,15 +118,16 @@ class AdapterLoads:
         self._unwanted.add(name)
         self._drop_unused()
 
-    def holds(self, request: InferRequest) -> bool:
-        """Whether the request is held because its adapter is not in memory yet; `take_results` returns it later."""
+    def holds(self, request: InferRequest, arrival: int) -> bool:
+        """Whether the request is held because its adapter is not in memory yet; `take_results` returns it later, with
+        its arrival number."""
         name = request.lora_name
         if name not in self._known or name in self._failures:
             return False
         if name in self._in_memory and name not in self._leaving:
             self._in_memory[name] = self._in_memory.pop(name)
             return False
-        self._held[request.request_id] = request
+        self._held[request.request_id] = request, arrival
         if name not in self._loading and name not in self._wanted:
             self._wanted[name] = None
             self._begin_reads()
@@ -143,15 +148,15 @@ class AdapterLoads:
         """Waits until an adapter has been read."""
         wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
 
-    def take_results(self, add: Callable[[InferRequest], None]) -> tuple[AdapterResult, ...]:
+    def take_results(self, add: Callable[[InferRequest, int], None]) -> tuple[AdapterResult, ...]:
         """Results of completed loads; their adapters are now usable. add: called with each request held for them, also
         after a failed load."""
         for name in [name for name, future in self._loading.items() if future.done()]:
             self._take(name)
         waiting = self._loading.keys() | self._wanted.keys()
-        for request in [each for each in self._held.values() if each.lora_name not in waiting]:
+        for request, arrival in [each for each in self._held.values() if each[0].lora_name not in waiting]:
             del self._held[request.request_id]
-            add(request)
+            add(request, arrival)
         self._failures.clear()
         self._drop_unused()
         if self._wanted:
@@ -213,7 +218,7 @@ class AdapterLoads:
         self._results.append(AdapterResult(name, error))
 
     def _drop_unused(self) -> None:
-        held = {request.lora_name for request in self._held.values()}
+        held = {request.lora_name for request, _ in self._held.values()}
         for name in [name for name in self._unwanted - held if not self._is_used(name)]:
             self._unwanted.discard(name)
             future = self._loading.pop(name, None)

@@ -136,7 +136,13 @@ class EngineCore:
         request_id = request.request_id
         if request_id in self._live or self.adapters.is_held(request_id):
             raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
-        if self.adapters.holds(request):
+        self._arrivals += 1
+        self._add(request, self._arrivals)
+
+    def _add(self, request: InferRequest, arrival: int) -> None:
+        """arrival: its place among requests of its priority, also if it was held for its adapter."""
+        request_id = request.request_id
+        if self.adapters.holds(request, arrival):
             return
         if error := self.adapters.refusal(request):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error))
@@ -144,8 +150,9 @@ class EngineCore:
         if error := refusal(request, self.info):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error, is_bad_input=True))
             return
-        sequence = Sequence(request, self._arrivals, self.info)
-        self._arrivals += 1
+        if request.served_lora_name:
+            self.prefixes.name_adapter(request.lora_name, request.served_lora_name)
+        sequence = Sequence(request, arrival, self.info)
         output = request.output_token_ids
         # A resumed request with nothing left to generate.
         if output and (reason := sequence.end.finish_reason(output[-1], len(request.prompt_token_ids) + len(output))):
@@ -178,7 +185,7 @@ class EngineCore:
         the engine."""
         if self._constraints.is_compiling:
             self._take_compiled()
-        adapters = self.adapters.take_results(self.add)
+        adapters = self.adapters.take_results(self._add)
         step = self._run()
         read_s = 0.0 if self._reporter is None else self._now_s()
         outputs, self._ended = self._ended, []
@@ -415,9 +422,10 @@ class EngineCore:
 
     def _stats(self, step_s: float = 0.0, forward_s: float = 0.0, sample_s: float = 0.0) -> EngineStats:
         host_tier = self._kv_cache.host_tier
+        num_not_ready = len(self._constraints.compiling) + self.adapters.num_held
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
-            num_requests_waiting=self._scheduler.num_waiting,
+            num_requests_waiting=self._scheduler.num_waiting + num_not_ready,
             num_blocks=self.info.num_blocks,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_preemptions=self._scheduler.num_preemptions,

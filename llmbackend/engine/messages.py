@@ -132,6 +132,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant            set by the host
     cache_salt        set by the client, "" = none
     lora_name         the adapter, "" = none
+    served_lora_name  the clients' name for it, "" = the same; several loads can have it
     grammar           the allowed outputs, as llguidance's TopLevelGrammar in JSON, or Lark; applies from the first
                       token, or from the one after the reasoning; "" = all
     reasoning         None = the engine does not track reasoning
@@ -148,6 +149,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
+    served_lora_name: str = ""
     grammar: str = ""
     reasoning: Reasoning | None = None
     prefix_group: str = ""
@@ -207,7 +209,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot after a step; "+" marks counters since the engine started.
 
     num_requests_running      running requests
-    num_requests_waiting      waiting requests
+    num_requests_waiting      waiting requests, also those whose grammar or adapter is not ready yet
     num_blocks                KV blocks on the device
     num_free_blocks           of them, free or cached but not in use by a request
     num_preemptions         + preempted requests
@@ -224,7 +226,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks           KV blocks in host memory
     num_offloaded_blocks    + blocks copied to host memory
     num_reloaded_blocks     + blocks copied back
-    prefix_cache_queries    + tokens of admitted requests
+    prefix_cache_queries    + tokens of admitted requests that were looked up in the prefix cache
     prefix_cache_hits       + of them, found in the prefix cache
     """
 

@@ -304,6 +304,21 @@ class AdaptingMock(MockRunner):
         self.adapters = SlowAdapters()
 
 
+def test_a_request_held_for_its_adapter_counts_as_waiting_and_keeps_its_place() -> None:
+    runner = AdaptingMock(EngineConfig(model="mock"))
+    core = EngineCore(EngineConfig(model="mock", max_num_seqs=1), runner)
+    core.adapters.load(AdapterLoad("slow", "anywhere"))
+    core.add(make_request("running", max_tokens=20, ignore_eos=True))
+    core.add(msgspec.structs.replace(make_request("held"), lora_name="slow"))
+    core.add(make_request("later"))
+    stats = core.step().stats
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 2)
+    runner.adapters.gate.set()
+    core.adapters.wait(20)
+    assert list(run_to_end(core).of) == ["running", "held", "later"]
+    core.close()
+
+
 def test_a_request_whose_adapter_is_being_read_holds_up_no_other() -> None:
     """As in an engine that follows a dead one, and gets the adapters and the requests of that one at once."""
     runner = AdaptingMock(EngineConfig(model="mock"))

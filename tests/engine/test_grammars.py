@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from llguidance import LLMatcher
 
 from llmbackend.engine.config import SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.errors import BadInputError
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
 from llmbackend.engine.messages import InferRequest, Reasoning, SamplingParams, Vocabulary
@@ -250,6 +252,17 @@ def test_a_request_ends_while_its_grammar_is_compiled() -> None:
     core.abort("r")
     assert [output.finish_reason for output in core.step().outputs] == ["abort"]
     assert not core.has_work
+    core.close()
+
+
+def test_a_request_whose_grammar_is_compiled_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = with_vocabulary(make_core())
+    grammar = Future[Any]()
+    monkeypatch.setattr(core._constraints._compiler, "compile", lambda text: grammar)
+    core.add(constrained("r", JSON_GRAMMAR))
+    assert core.step().stats.num_requests_waiting == 1
+    grammar.set_exception(BadInputError("it is not a grammar"))
+    assert core.step().stats.num_requests_waiting == 0
     core.close()
 
 

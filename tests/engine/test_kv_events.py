@@ -172,6 +172,18 @@ def test_salts_are_told_as_extra_keys_of_the_first_block() -> None:
         assert stored[-1] == [["t", "s"], None] and len(stored[1]) == 2
 
 
+def test_an_adapter_is_told_by_its_served_name_and_its_load_as_a_key() -> None:
+    replay_endpoint = free_endpoint()
+    with publishing_core(endpoint=free_endpoint(), replay_endpoint=replay_endpoint) as core:
+        sql = msgspec.structs.replace(make_request("sql", range(8), max_tokens=1), lora_name="sql#1")
+        run(core, msgspec.structs.replace(sql, served_lora_name="sql"))
+        run(core, make_request("none", range(8), max_tokens=1))
+        batches = replayed(replay_endpoint)
+        [served, plain] = [event for _, (_, events, _) in batches for event in events if event[0] == "BlockStored"]
+        assert (served[7], served[8]) == ("sql", [["sql#1"], None])
+        assert (plain[7], plain[8:]) == (None, [None])
+
+
 def test_an_endpoint_in_use_is_named() -> None:
     endpoint = free_endpoint()
     text = f"kv_events_config': {endpoint} cannot be bound: Address already in use.*: unload it first"

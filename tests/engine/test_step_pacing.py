@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from llmbackend.engine.scheduling.step_pacing import MIN_CHUNK_TOKENS, StepPacer
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_devices import PacedDevice, devices_closed
-from tests.helpers.mock_engine import expect_oracle, make_request, run_to_end
+from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_to_end
 from tests.helpers.scheduler_harness import Harness
 
 DECODE_S, TOKEN_S, ATTENTION_S = 0.027, 0.0006, 2e-7
@@ -216,15 +217,32 @@ def test_steps_of_other_sizes_are_measured_again() -> None:
     pacer = StepPacer(None)
     pacer.begin(StepWork(4, ()))
     pacer.end(0.02)
+    pacer.begin(StepWork(4, ((0, 32),)))
+    assert not pacer.budget(512, 6).is_spent, "the step with prefill is under way"
+    pacer.end(0.02 + 32 * 0.001)
     assert not pacer.budget(512, 5).is_spent
     assert pacer.budget(512, 6).is_spent
     pacer.begin(StepWork(6, ()))
+    assert not pacer.budget(512, 6).is_spent, "its measurement is under way"
     pacer.end(0.05)
-    assert pacer.budget(512, 4).is_spent and not pacer.budget(512, 7).is_spent
     pacer.begin(StepWork(6, ((0, 32),)))
     pacer.end(0.05 + 32 * 0.001)
+    assert pacer.budget(512, 4).is_spent and not pacer.budget(512, 7).is_spent
     assert pacer.budget(512, 6).affordable_tokens(0, 512) == 64, "1.4 times 50 ms, in whole tiles"
     assert pacer.budget(512, 6, num_prompts=18).affordable_tokens(0, 512) == 144, "3 times 50 ms"
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1, 2])
+def test_prompts_advance_while_the_number_of_rows_alternates(num_in_flight: int) -> None:
+    pacer, spent = StepPacer(None), []
+    for i in range(40):
+        num_decodes = 2 + 2 * (i % 2)
+        budget = pacer.budget(512, num_decodes)
+        spent.append(budget.is_spent)
+        pacer.begin(StepWork(num_decodes, () if budget.is_spent else ((0, 32),)))
+        if i >= num_in_flight:
+            pacer.end(0.02)
+    assert not any(one and following for one, following in pairwise(spent))
 
 
 def test_what_was_measured_of_short_contexts_serves_longer_ones() -> None:
@@ -258,7 +276,7 @@ def test_short_prompts_do_not_wait_behind_a_long_one() -> None:
     harness.add("short", 20)
     assert harness.step() == ({"long": 8, "short": 8}, set())
     assert harness.step() == ({"long": 8, "short": 8}, set())
-    assert harness.step() == ({"long": 8, "short": 4}, {"short"})
+    assert harness.step() == ({"long": 12, "short": 4}, {"short"}), "and it has what the short one does not need"
     assert harness.step()[0] == {"long": 15, "short": 1}, "alone again, it has all that is left"
 
 
@@ -268,11 +286,50 @@ def test_a_second_long_prompt_waits_and_short_ones_overtake_it() -> None:
     harness.step()
     harness.add("second", 100)
     harness.add("short", 6)
-    assert harness.step() == ({"long": 8, "short": 6}, {"short"})
+    assert harness.step() == ({"long": 10, "short": 6}, {"short"})
     assert harness.step()[0] == {"short": 1, "long": 15}
     while "second" not in (chunks := harness.step()[0]):
         assert len(chunks) <= 2
     assert harness.table.num_tokens[harness.sequences["long"].row] >= 100
+
+
+def test_a_long_prompt_does_not_wait_for_one_of_lower_priority() -> None:
+    harness = fair()
+    harness.add("low", 100, priority=2)
+    harness.step()
+    harness.add("high", 62, priority=1)
+    harness.add("equal", 40, priority=2)
+    assert harness.step()[0] == {"low": 8, "high": 8}
+    assert [harness.step()[0] for _ in range(2)] == [{"high": 16}] * 2
+    assert harness.step()[0] == {"high": 8, "low": 8}, "the rest of it is short, and the other one waits"
+
+
+def test_a_prompt_whose_prefix_is_cached_is_as_long_as_the_rest() -> None:
+    """A second turn of a chat does not wait for another client's long prompt."""
+    core = make_core(max_num_batched_tokens=64, num_kv_blocks=400, block_size=16, max_model_len=4000)
+    turn = [i * 7 % 250 for i in range(500)]
+    run_to_end(core, [make_request("first", turn)])
+    long = make_request("long", [i * 11 % 250 for i in range(2000)], max_tokens=1)
+    core.add(long)
+    core.step()
+    second = make_request("second", [*turn, 1, 2, 3], max_tokens=1)
+    core.add(second)
+    core.add(make_request("other", [*range(3, 200)], max_tokens=1))
+    [output] = core.step().outputs
+    assert (output.request_id, output.num_cached_tokens) == ("second", 496)
+    outcomes = run_to_end(core)
+    expect_oracle(outcomes["long"], long)
+
+
+def test_half_of_a_step_is_not_left_to_short_prompts_that_cannot_run() -> None:
+    harness = fair(budget=16, blocks=30, block_size=4, rows=3)
+    harness.add("generating", 1)
+    harness.add("long", 99)
+    harness.step()
+    harness.add("short", 20)
+    for _ in range(4):
+        assert harness.step()[0] == {"generating": 1, "long": 15}
+    assert harness.scheduler.wait_reason == "kv_blocks"
 
 
 def test_long_prompts_do_not_starve_under_short_ones() -> None:

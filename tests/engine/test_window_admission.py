@@ -104,7 +104,7 @@ def test_where_some_layers_see_all_tokens_and_bounds_stay(seed: int, budget: int
     for request in requests:
         expect_oracle(outcomes[request.request_id], request)
     assert stats.num_preemptions > 0
-    assert stats.prefix_cache_hits > 50
+    assert stats.prefix_cache_hits > 40
 
 
 def expect_bounded(core: EngineCore, budget: int) -> None:

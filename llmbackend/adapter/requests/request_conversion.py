@@ -301,6 +301,7 @@ class RequestConverter:
             tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=generation.adapter.key,
+            served_lora_name=generation.adapter.name if generation.adapter.name != generation.adapter.key else "",
             grammar=generation.grammar.text,
             reasoning=generation.reasoning_for_engine,
             is_traced=spans is not None,

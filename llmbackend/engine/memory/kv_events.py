@@ -46,7 +46,9 @@ class BlockStored(_Event):
     token_ids   of all of them
     block_size  tokens per block
     lora_id     always None
-    extra_keys  for the first block of a sequence: what distinguishes it besides its tokens (tenant, salt)
+    lora_name   the clients' name; several loads can have it
+    extra_keys  for the first block of a sequence: what distinguishes it besides its tokens (tenant, the engine's name
+                of the adapter if it is another one, salt)
     """
 
     block_hashes: list[int]
@@ -81,6 +83,8 @@ class KVEvents:
         """Raises ValueError if an endpoint cannot be bound."""
         self._block_size = block_size
         self._rank = config.data_parallel_rank
+        self.lora_names: dict[str, str] = {}
+        """The clients' names of adapters that have another name in the engine."""
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
         self._context = zmq.Context()
         self._queue = self._context.socket(zmq.PAIR)
@@ -103,8 +107,10 @@ class KVEvents:
     def stored(self, block: FoundBlock, before: bytes | None, tokens: bytes) -> None:
         last, parent = self._events[-1] if self._events else None, None if before is None else _number(before)
         if not (isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent):
-            tenant, lora_name, salt = block.salt
-            keys = tuple(key for key in (tenant, salt) if key) if parent is None else ()
+            tenant, adapter, salt = block.salt
+            lora_name = self.lora_names.get(adapter, adapter)
+            load = adapter if adapter != lora_name else ""
+            keys = tuple(key for key in (tenant, load, salt) if key) if parent is None else ()
             last = BlockStored(
                 [], parent, [], self._block_size, None, MEDIUM, lora_name or None, [keys] if keys else None
             )
@@ -222,6 +228,11 @@ class PrefixPublishing:
         elif self._events is None:
             self._journal = None
             self._kv_cache.set_journal(None)
+
+    def name_adapter(self, name: str, served_name: str) -> None:
+        """Called before blocks of the adapter are computed. served_name: the clients' name for it."""
+        if self._events is not None:
+            self._events.lora_names[name] = served_name
 
     def take(self) -> BlockChanges | None:
         """The changes for hosts after a step; also publishes KV events."""

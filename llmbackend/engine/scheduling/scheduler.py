@@ -7,10 +7,10 @@ under one token budget per step: first decodes, then running prefills, then wait
 is being computed by a running one waits for it; later requests may overtake it, but take neither the row nor the blocks
 that it needs.
 
-A prompt is long while more of its tokens than a threshold are missing. Long prompts leave half of a step's prefill
-budget to shorter ones, if there are any, and are started one at a time; shorter ones overtake waiting long ones. So
-short prompts do not wait behind long ones, and long ones do not starve. A StepPacer (step_pacing.py) may limit a step's
-prefill budget while requests decode.
+A prompt is long while more of its tokens than a threshold are missing, not counting its cached prefix. Long prompts
+leave half of a step's prefill budget to shorter ones, as far as those use it. A long prompt waits while another one of
+its own or a better priority is computed; shorter ones overtake it. So short prompts do not wait behind long ones, and
+long ones do not starve. A StepPacer (step_pacing.py) may limit a step's prefill budget while requests decode.
 
 Invariants: exactly the blocks for a step's tokens are reserved before it runs; only running sequences hold blocks; a
 step that had to preempt admits no request, and the first running sequence is never preempted, so some request always
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.kv_cache import KVCacheManager
+from ..memory.kv_cache import NOT_SHARED, KVCacheManager
 from ..memory.prefix_cache import Key, Prefix
 from ..reports import WaitReason
 from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
@@ -86,7 +86,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        """Tokens of requests at their first admission, and how many of them were prefix-cache hits."""
+        """Tokens of requests that were looked up in the prefix cache, at their first admission, and how many of them
+        were found."""
 
     @property
     def num_waiting(self) -> int:
@@ -125,6 +126,8 @@ class Scheduler:
             new_rows, new_chunks = self._admit_waiting(budget)
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
+        if budget.is_shared and not budget.is_spent:
+            self._extend_long(rows, chunks, budget)
         self._kv_cache.plan(rows, chunks)
         return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
 
@@ -203,13 +206,28 @@ class Scheduler:
     def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
         """Cuts the chunks of running prompts to the budget, in their order."""
         is_long = chunks > self._threshold
-        has_shorter = bool(self._waiting) or bool((is_prompt & ~is_long).any())
-        for_long = budget.halved() if has_shorter else None
+        long, shorter = (is_prompt & is_long).nonzero()[0].tolist(), (is_prompt & ~is_long).nonzero()[0].tolist()
+        for_long = None
+        if long and (shorter or self._waiting or (self._long_waiting and self._may_begin(self._long_waiting[0]))):
+            for_long = budget.halved()
         # Long prompts first, from their half; shorter ones get the rest.
-        for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
+        for i in [*long, *shorter]:
             computed = int(self._table.num_computed_tokens[rows[i]])
             wanted = min(int(chunks[i]), self._kv_cache.max_chunk(computed + int(chunks[i])))
             chunks[i] = _take(wanted, computed, budget, for_long if is_long[i] else None)
+
+    def _extend_long(self, rows: Int32Array, chunks: Int32Array, budget: StepBudget) -> None:
+        """Gives long prompts what they left to shorter ones that do not use it, such as waiting ones without blocks."""
+        num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]
+        for i in (num_tokens - computed > self._threshold).nonzero()[0].tolist():
+            context, chunk = int(computed[i]), int(chunks[i])
+            wanted = min(int(num_tokens[i]) - context, self._kv_cache.max_chunk(int(num_tokens[i])))
+            budget.spend(context, -chunk)
+            extended = budget.affordable_tokens(context, wanted)
+            if extended > chunk and self._kv_cache.reserve(rows[i : i + 1], computed[i : i + 1] + extended):
+                chunk = extended
+            budget.spend(context, chunk)
+            chunks[i] = chunk
 
     def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits, and is
@@ -236,12 +254,7 @@ class Scheduler:
                 break
             if unreserved < 0:
                 unreserved = self._kv_cache.future_blocks(self._rows_of_running(), self._budget)
-            request = head.request
-            token_ids = self._rows.token_ids(head)
-            if self._rows.wanted_prompt_logprobs(head) is not None:
-                token_ids = token_ids[:1]  # a cached prefix has no logits
-            head.found = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group, head.found)
-            prefix = self._kv_cache.usable(head.found)
+            prefix = self._cached_prefix(head)
             needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, max_chunk)
             if needed + unreserved > self._kv_cache.num_free_blocks:
                 self.wait_reason = "kv_blocks"
@@ -258,9 +271,9 @@ class Scheduler:
                 overtaken.add(head)
                 unreserved += needed
                 continue
-            has_shorter = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
+                has_shorter = num_tokens - num_hit > self._threshold and bool(self._waiting)
                 wanted = min(num_tokens - num_hit, max_chunk)
                 chunk = _take(wanted, num_hit, budget, budget.halved() if has_shorter else None)
                 row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
@@ -272,29 +285,40 @@ class Scheduler:
         return np.array(rows, np.int32), np.array(chunks, np.int32)
 
     def _head(self, overtaken: Set[Sequence]) -> Sequence | None:
-        """The next to be admitted. A long prompt waits while another one is computed; shorter ones overtake it."""
+        """The next to be admitted. Shorter prompts overtake a long one that waits for another."""
         shorter, long = (
             next((one for one in queue if one not in overtaken), None) for queue in (self._waiting, self._long_waiting)
         )
         if long is None or (shorter is not None and shorter < long):
             return shorter
-        if not self._is_long_prompt_running():
+        if self._may_begin(long):
             return long
         if shorter is None:
             self.wait_reason = "long_prefill"
         return shorter
 
-    def _is_long_prompt_running(self) -> bool:
+    def _may_begin(self, long: Sequence) -> bool:
+        """Whether a waiting long prompt need not wait for running ones: none of them has the same or a better
+        priority, or few of its tokens are missing behind its cached prefix."""
         rows = self._rows_of_running()
         missing = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
-        return bool((missing > self._threshold).any())
+        running = [self._rows[row] for row in rows[missing > self._threshold].tolist()]
+        if all(long.key[0] < one.key[0] for one in running):
+            return True
+        num_cached = len(self._cached_prefix(long).blocks) * self._kv_cache.block_size
+        return self._num_tokens(long) - num_cached <= self._threshold
 
-    def _is_long(self, sequence: Sequence) -> bool:
-        return self._num_tokens(sequence) > self._threshold
+    def _cached_prefix(self, waiting: Sequence) -> Prefix:
+        """The prefix after which a waiting sequence could start now."""
+        request, token_ids = waiting.request, self._rows.token_ids(waiting)
+        if self._rows.wanted_prompt_logprobs(waiting) is not None:
+            token_ids = token_ids[:1]  # a cached prefix has no logits
+        waiting.found = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group, waiting.found)
+        return self._kv_cache.usable(waiting.found)
 
     def _queue_of(self, sequence: Sequence) -> list[Sequence]:
         """The queue of a sequence that is not running."""
-        return self._long_waiting if self._is_long(sequence) else self._waiting
+        return self._long_waiting if self._num_tokens(sequence) > self._threshold else self._waiting
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
         """Starts the sequence after its cached prefix; returns the length of the prefix."""
@@ -303,8 +327,9 @@ class Scheduler:
         self._table.num_computed_tokens[head.row] = num_hit
         if head.num_cached_tokens < 0:
             head.num_cached_tokens = min(num_hit, len(head.request.prompt_token_ids))
-            self.num_queried_tokens += num_tokens
-            self.num_hit_tokens += num_hit
+            if prefix.parent != NOT_SHARED and self._rows.wanted_prompt_logprobs(head) is None:
+                self.num_queried_tokens += num_tokens
+                self.num_hit_tokens += num_hit
         return num_hit
 
     def _take_row(self, head: Sequence) -> bool:

@@ -58,6 +58,8 @@ class StepBudget:
         self.tokens = tokens
         self._seconds = seconds
         self._token_s = token_s
+        self.is_shared = False
+        """Whether a part of it was limited by `halved`."""
 
     @property
     def is_spent(self) -> bool:
@@ -66,6 +68,7 @@ class StepBudget:
 
     def halved(self) -> StepBudget:
         """Half of what remains, but at least one token."""
+        self.is_shared = True
         return StepBudget((self.tokens + 1) // 2, self._seconds / 2, self._token_s)
 
     def affordable_tokens(self, context: int, wanted: int) -> int:
@@ -134,8 +137,11 @@ class StepPacer:
         return self._seconds_for_prompts(0.0) / FIRST_CHUNK_TOKENS if expected is None else expected
 
     def _is_measurement_due(self, num_decodes: int) -> bool:
-        if self._decode_s is None or self._is_stale_for(num_decodes):
+        if self._decode_s is None:
             return all(work.chunks for work in self._in_flight)
+        if self._is_stale_for(num_decodes):
+            # Only after a step with prefill: if the number of rows alternates, each measurement is stale at once.
+            return self._steps_since_measured > len(self._in_flight)
         return self._steps_since_measured >= STEPS_BETWEEN_MEASUREMENTS
 
     def _is_stale_for(self, num_decodes: int) -> bool:
