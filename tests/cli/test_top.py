@@ -115,6 +115,19 @@ def test_engines_die_load_and_stop() -> None:
     assert not state.instances
 
 
+def test_a_snapshot_says_nothing_of_an_engine_that_is_gone() -> None:
+    died = {**WHERE, "time": 1011.0, "state": "recovering", "reason": "killed by signal 9", "pid": None}
+    state = state_of(("snapshot", snapshot(request(1), request(2))), ("steps", STEPS), ("engine", died))
+    state.apply("load", {**WHERE, "time": 1011.0, "stage": "reading weights"}, 101.0)
+    state.apply("snapshot", snapshot(request(1)), 101.0)  # pid 7 is back
+    [row] = figures(state, 101.0)
+    assert (row.reason, row.loading, row.used_blocks, row.steps_per_s) == ("", "", 0, 0.0)
+    state.apply("steps", STEPS, 101.0)
+    state.apply("snapshot", snapshot(request(1)), 102.0)
+    [row] = figures(state, 102.0)
+    assert row.steps_per_s > 0
+
+
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (120, 30), (80, 24), (60, 15), (40, 10), (20, 5)])
 def test_the_screen_fits_any_terminal(width: int, height: int) -> None:
     requests = [request(number, id=f"id\x1b[2J{number}" * 9) for number in range(40)]

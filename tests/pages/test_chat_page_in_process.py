@@ -1,0 +1,131 @@
+"""The chat page without a browser: its elements in this process, and a dictionary as the browser's storage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("nicegui")
+
+from nicegui import Client, core, ui
+
+from llmbackend.pages.api import ServerEvent
+from llmbackend.pages.chat.conversation import Chat, ChatSettings, Turn
+from llmbackend.pages.chat.page import ChatPage
+from llmbackend.pages.shell import Viewer
+
+
+class Browser:
+    """What llmbackendChat (static/chat.js) does for a page, without a limit until `is_full`."""
+
+    def __init__(self, *chats: Chat) -> None:
+        self.chats = {chat.id: chat.to_json() for chat in chats}
+        self.answers: dict[str, str] = {}
+        self.is_full = False
+
+    def run_javascript(self, code: str, *, timeout: float = 1.0) -> Awaitable[Any]:
+        found = re.fullmatch(r"return llmbackendChat\.(\w+)\((.*)\)", code, re.DOTALL)
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        result.set_result(self._call(found[1], *json.loads(f"[{found[2]}]")) if found else None)
+        return result
+
+    def _call(self, name: str, chat_id: str = "", *more: str) -> Any:
+        if name == "list":
+            return [{"id": each, "title": each} for each in self.chats]
+        if name == "load":
+            return self.chats.get(chat_id)
+        if name == "save" and not self.is_full:
+            self.chats[chat_id] = more[1]
+        if name == "saveAnswer":
+            self.answers[chat_id] = more[0]
+        if name == "forgetAnswer":
+            self.answers.pop(chat_id, None)
+        return not self.is_full if name == "save" else None
+
+
+class Server:
+    """The API: answers each chat with one word."""
+
+    def __init__(self, *models: str) -> None:
+        self.models = models
+        self.asked: list[Mapping[str, Any]] = []
+
+    async def get(self, path: str) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": name, "root": name} for name in self.models]}
+        return {"name": path.rpartition("/")[2]}
+
+    async def stream(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[ServerEvent, None]:
+        self.asked.append(body)
+        chunk = {"choices": [{"delta": {"content": "word"}, "finish_reason": "stop"}]}
+        yield ServerEvent("message", json.dumps(chunk), "s:1")
+        yield ServerEvent("message", "[DONE]", "s:2")
+
+
+def run(browser: Browser, server: Server, use: Callable[[ChatPage], Awaitable[None]]) -> None:
+    """Opens the page, passes it to `use`, and closes it."""
+
+    async def opened() -> None:
+        core.loop = asyncio.get_running_loop()
+        client = Client(ui.page("/chat"), request=None)
+        client.run_javascript = browser.run_javascript  # type: ignore[method-assign, assignment]
+        try:
+            with client:
+                viewer = SimpleNamespace(
+                    api=server, key="", header_start=ui.element(), header_end=ui.element(), need_key=lambda: None
+                )
+                page = ChatPage(cast("Viewer", viewer))
+                await page.begin()
+                await use(page)
+        finally:
+            client.delete()
+
+    asyncio.run(opened())
+
+
+async def answered(page: ChatPage) -> None:
+    while page._generation is not None:
+        await asyncio.sleep(0.001)
+
+
+def chat(name: str, model: str) -> Chat:
+    turns = [Turn(role="user", content="q"), Turn(role="assistant", content="a", finish_reason="stop")]
+    return Chat(id=name, title=name, settings=ChatSettings(model=model), turns=turns)
+
+
+def test_a_chat_whose_model_is_gone_uses_the_selected_one() -> None:
+    server = Server("here", "other")
+
+    async def use(page: ChatPage) -> None:
+        for name in ("gone", "others", "gone"):
+            await page._open(name)
+            await page._send("question")
+            await answered(page)
+
+    run(Browser(chat("first", "here"), chat("gone", "unloaded"), chat("others", "other")), server, use)
+    assert [body["model"] for body in server.asked] == ["here", "other", "here"]
+
+
+def test_an_answer_that_the_storage_has_no_room_for_is_not_forgotten() -> None:
+    browser = Browser(chat("first", "here"))
+    told: list[str] = []
+
+    async def use(page: ChatPage) -> None:
+        browser.is_full = True
+        await page._send("question")
+        await answered(page)
+        told.extend(
+            str(message[2].get("message")) for message in page._client.outbox.messages if message[1] == "notify"
+        )
+
+    run(browser, Server("here"), use)
+    assert "first" in browser.answers
+    assert any("storage is full" in text for text in told)
