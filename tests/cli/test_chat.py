@@ -43,6 +43,11 @@ def test_a_question_gets_a_plain_answer(openai_url: str, arguments: list[str]) -
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
+def test_characters_that_the_output_cannot_encode_are_replaced(openai_url: str) -> None:
+    done = chat("--url", openai_url, "SAY:na\u00efve \u6f22.", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "na?ve ?.\n")
+
+
 def test_reasoning_is_no_part_of_a_plain_answer(openai_url: str) -> None:
     done = chat("--url", f"{openai_url}/v1", "SAY:<think>Well.</think>Yes.")
     assert (done.returncode, done.stdout.strip()) == (0, "Yes.")
