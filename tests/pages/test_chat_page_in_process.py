@@ -16,8 +16,9 @@ pytest.importorskip("nicegui")
 from nicegui import Client, core, ui
 
 from llmbackend.pages.api import ServerEvent
-from llmbackend.pages.chat.conversation import Chat, ChatSettings, Turn
+from llmbackend.pages.chat.conversation import Chat, ChatSettings, ToolCall, Turn
 from llmbackend.pages.chat.page import ChatPage
+from llmbackend.pages.chat.turn_views import AnswerView
 from llmbackend.pages.shell import Viewer
 
 
@@ -112,6 +113,33 @@ def test_a_chat_whose_model_is_gone_uses_the_selected_one() -> None:
 
     run(Browser(chat("first", "here"), chat("gone", "unloaded"), chat("others", "other")), server, use)
     assert [body["model"] for body in server.asked] == ["here", "other", "here"]
+
+
+def test_a_long_answer_is_rendered() -> None:
+    long = chat("first", "here")
+    long.turns.append(Turn(role="assistant", content="A **bold** word.\n\n" * 5_000, finish_reason="stop"))
+    shown: list[str] = []
+
+    async def use(page: ChatPage) -> None:
+        shown.extend(each.content for each in page._client.elements.values() if isinstance(each, ui.html))
+
+    run(Browser(long), Server("here"), use)
+    assert "".join(shown).count("<strong>") == 5_000
+
+
+def test_a_call_that_the_viewer_opened_stays_open_while_it_grows() -> None:
+    async def use(page: ChatPage) -> None:
+        with page._thread:
+            view = AnswerView(0, page._turn_actions)
+        view.grow("", "", (ToolCall("a", "f", "{"),))
+        [shown] = view._calls
+        view.grow("", "", (ToolCall("a", "f", '{"x": 1}'), ToolCall("b", "g", "")))
+        same, _ = view._calls
+        assert same is shown
+        texts = [each.text for each in same.descendants() if isinstance(each, ui.label)]
+        assert texts == ["Calls the tool", "f", '{"x": 1}']
+
+    run(Browser(), Server("here"), use)
 
 
 def test_an_answer_that_the_storage_has_no_room_for_is_not_forgotten() -> None:
