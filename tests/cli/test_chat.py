@@ -153,6 +153,12 @@ def test_a_reader_that_goes_away_ends_the_answer_quietly(fake: tuple[str, FakeLl
     assert host.handles[-1].over.wait(20), "the server goes on with it"
 
 
+def test_an_error_after_a_part_of_the_answer_has_its_own_line(fake: tuple[str, FakeLlmServer]) -> None:
+    with Terminal("chat", "--url", fake[0], "--model", "fake", "fail late") as terminal:
+        assert terminal.end() == 1
+        assert "You\nchat: the server ended the answer: " in terminal.shown
+
+
 def test_ctrl_c_ends_a_single_question(fake: tuple[str, FakeLlmServer]) -> None:
     with Terminal("chat", "--url", fake[0], "--model", "fake", "silent") as terminal:
         while not any(each["said"] == "silent" for each in fake[1].inferences):

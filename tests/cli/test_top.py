@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,11 @@ def test_engines_die_load_and_stop() -> None:
     assert "3 events missed" in text_of(state)
     state.apply("engine", {**died, "state": "stopped"}, 101.0)
     assert not state.instances
+
+
+def test_there_is_no_time_before_the_server_says_it() -> None:
+    assert not re.search(r"\d\d:\d\d:\d\d", text_of(FeedState()))
+    assert re.search(r"\d\d:\d\d:\d\d", text_of(state_of(("snapshot", snapshot()))))
 
 
 def test_a_snapshot_says_nothing_of_an_engine_that_is_gone() -> None:

@@ -115,6 +115,20 @@ def test_a_chat_whose_model_is_gone_uses_the_selected_one() -> None:
     assert [body["model"] for body in server.asked] == ["here", "other", "here"]
 
 
+def test_the_end_of_each_answer_is_spoken() -> None:
+    """A screen reader speaks a text that changes."""
+    spoken: list[str] = []
+
+    async def use(page: ChatPage) -> None:
+        page._said.set_text = spoken.append  # type: ignore[method-assign, assignment]
+        for _ in range(2):
+            await page._send("question")
+            await answered(page)
+
+    run(Browser(), Server("here"), use)
+    assert spoken == ["", "Answer complete."] * 2
+
+
 def test_a_long_answer_is_rendered() -> None:
     long = chat("first", "here")
     long.turns.append(Turn(role="assistant", content="A **bold** word.\n\n" * 5_000, finish_reason="stop"))

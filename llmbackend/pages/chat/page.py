@@ -323,6 +323,7 @@ class ChatPage:
         root = self._roots.get(self._chat.settings.model, self._chat.settings.model)
         generation = Generation(self._viewer, request, unfinished, view, self._client, root)
         self._generation = generation
+        self._said.set_text("")  # the same text twice would be spoken once
         self._composer.show_busy(True)
         background_tasks.create(self._run(generation, self._chat, view), name="answer")
 
