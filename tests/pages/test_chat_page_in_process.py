@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +24,8 @@ from llmbackend.pages.chat.page import ChatPage
 from llmbackend.pages.chat.turn_views import AnswerView
 from llmbackend.pages.shell import Viewer
 
+NODE = shutil.which("node")
+
 
 class Browser:
     """What llmbackendChat (static/chat.js) does for a page, without a limit until `is_full`."""
@@ -29,6 +34,7 @@ class Browser:
         self.chats = {chat.id: chat.to_json() for chat in chats}
         self.answers: dict[str, str] = {}
         self.is_full = False
+        self.changed_elsewhere: set[str] = set()
 
     def run_javascript(self, code: str, *, timeout: float = 1.0) -> Awaitable[Any]:
         found = re.fullmatch(r"return llmbackendChat\.(\w+)\((.*)\)", code, re.DOTALL)
@@ -41,13 +47,20 @@ class Browser:
             return [{"id": each, "title": each} for each in self.chats]
         if name == "load":
             return self.chats.get(chat_id)
-        if name == "save" and not self.is_full:
-            self.chats[chat_id] = more[1]
+        if name == "save":
+            return self._save(chat_id, more[1])
         if name == "saveAnswer":
             self.answers[chat_id] = more[0]
         if name == "forgetAnswer":
             self.answers.pop(chat_id, None)
-        return not self.is_full if name == "save" else None
+        return None
+
+    def _save(self, chat_id: str, text: str) -> str:
+        if chat_id in self.changed_elsewhere:
+            return "changed"
+        if not self.is_full:
+            self.chats[chat_id] = text
+        return "full" if self.is_full else "saved"
 
 
 class Server:
@@ -95,6 +108,10 @@ def run(browser: Browser, server: Server, use: Callable[[ChatPage], Awaitable[No
 async def answered(page: ChatPage) -> None:
     while page._generation is not None:
         await asyncio.sleep(0.001)
+
+
+def notices(page: ChatPage) -> list[str]:
+    return [str(data.get("message")) for _, kind, data in page._client.outbox.messages if kind == "notify"]
 
 
 def chat(name: str, model: str) -> Chat:
@@ -156,6 +173,43 @@ def test_a_call_that_the_viewer_opened_stays_open_while_it_grows() -> None:
     run(Browser(), Server("here"), use)
 
 
+def test_a_chat_that_another_page_has_changed_continues_as_a_copy() -> None:
+    browser = Browser(chat("first", "here"))
+    before = browser.chats["first"]
+
+    async def use(page: ChatPage) -> None:
+        browser.changed_elsewhere.add("first")
+        await page._send("question")
+        await answered(page)
+
+    run(browser, Server("here"), use)
+    assert browser.chats.pop("first") == before
+    [(copied_id, text)] = browser.chats.items()
+    assert Chat.of_json(text).id == copied_id
+    assert [turn.content for turn in Chat.of_json(text).turns] == ["q", "a", "question", "word"]
+
+
+def test_a_chat_that_could_not_be_loaded_again_is_not_saved() -> None:
+    browser = Browser()
+    told: list[str] = []
+
+    async def use(page: ChatPage) -> None:
+        await page._send('"' * (2 << 20))  # each quote takes three more bytes in a message
+        await answered(page)
+        told.extend(notices(page))
+
+    run(browser, Server("here"), use)
+    assert browser.chats == {} and any("too large" in text for text in told)
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+def test_the_browsers_storage_in_node() -> None:
+    assert NODE is not None
+    tests = Path(__file__).parent / "chat_storage" / "chat_storage.test.mjs"
+    done = subprocess.run([NODE, "--test", str(tests)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout
+
+
 def test_an_answer_that_the_storage_has_no_room_for_is_not_forgotten() -> None:
     browser = Browser(chat("first", "here"))
     told: list[str] = []
@@ -164,9 +218,7 @@ def test_an_answer_that_the_storage_has_no_room_for_is_not_forgotten() -> None:
         browser.is_full = True
         await page._send("question")
         await answered(page)
-        told.extend(
-            str(message[2].get("message")) for message in page._client.outbox.messages if message[1] == "notify"
-        )
+        told.extend(notices(page))
 
     run(browser, Server("here"), use)
     assert "first" in browser.answers

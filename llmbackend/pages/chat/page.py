@@ -32,7 +32,7 @@ _EXAMPLES: Final = (
     "Make a JSON object with name Ada and age 36",
     "Name three fruits",
 )
-_STORAGE_FULL: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
+_COPIED: Final = "This chat was changed on another page. It continues as a copy."
 
 
 def build(viewer: Viewer) -> None:
@@ -186,11 +186,12 @@ class ChatPage:
 
     async def _save(self, chat: Chat) -> bool:
         """Returns False if the chat cannot be saved, after telling the viewer."""
-        is_saved = await self._store.save(chat)
-        if not is_saved and not self._client.is_deleted:
+        known_id = chat.id
+        why_not = await self._store.save(chat)
+        if (notice := why_not or (_COPIED if chat.id != known_id else "")) and not self._client.is_deleted:
             with self._client:
-                ui.notify(_STORAGE_FULL, type="warning")
-        return is_saved
+                ui.notify(notice, type="warning")
+        return not why_not
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
