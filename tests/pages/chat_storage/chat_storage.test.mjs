@@ -21,7 +21,9 @@ function open(localStorage) {
   return window.llmbackendChat;
 }
 
-const chat = (texts, timing = null) => JSON.stringify({ title: "t", turns: texts.map((content) => ({ content, timing })) });
+function chat(texts, timing = null) {
+  return JSON.stringify({ title: "t", turns: texts.map((content) => ({ content, timing })) });
+}
 
 test("a page does not overwrite what another has saved since", () => {
   const storage = new Storage();

@@ -13,7 +13,7 @@ export class FeedClient {
    * url: of the feed, with its query
    * headers: function that returns the request's headers (the key may have changed between two attempts)
    * onEvent(event, data, id): each event
-   * onState(state, text): "connecting", "open", "refused" (no further attempt) or "lost"; text: what the server said, if anything
+   * onState(state, text): "connecting", "open", "refused" (no further attempt) or "lost". text: what the server said
    */
   constructor(url, { headers, onEvent, onState }) {
     Object.assign(this, { url, headers, onEvent, onState });
