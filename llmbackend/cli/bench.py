@@ -20,7 +20,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from llmbackend.adapter.engine_args import check_checkpoint
 from llmbackend.adapter.gguf_models import with_directories
+from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import EngineStats, InferRequest, ModelInfo, SamplingParams
@@ -28,7 +30,7 @@ from llmbackend.engine.offline import OfflineEngine, make_served_runner
 from llmbackend.fork_server.process_resources import process_age_s
 from llmbackend.server.process_memory import peak_rss_mb, tree_pss_mb
 
-from ..server.start_failure import flag_of
+from ..server.start_failure import as_flags, flag_of
 from .bench_plots import Measured, print_plots, write_svg
 from .command_line import bad_option
 
@@ -170,6 +172,14 @@ def further_arguments(text: str) -> dict[str, Any]:
     except (msgspec.ValidationError, ValueError) as error:
         raise bad_option(flag, f"{flag} is '{text}': {error}") from None
     return values
+
+
+def check_model(engine: Mapping[str, Any]) -> None:
+    """engine: fields of EngineConfig. Raises BadParameter for a path that has no checkpoint."""
+    try:
+        check_checkpoint(msgspec.convert(engine, EngineConfig))
+    except TritonError as error:
+        raise bad_option("--model", as_flags(error.message)) from None
 
 
 def check_output(flag: str, path: Path | None) -> None:
@@ -372,7 +382,7 @@ def _print(result: BenchResult, title: str) -> None:
         if not isinstance(value, str):
             table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     console = Console()
-    console.print(f"{title} on {result.model} ({result.dtype}, {result.device})", style="bold")
+    console.print(f"{title} on {result.model} ({result.dtype}, {result.device})", style="bold", markup=False)
     console.print(table)
     if result.description:
-        console.print(result.description, style="dim")
+        console.print(result.description, style="dim", markup=False)

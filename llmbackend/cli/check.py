@@ -85,7 +85,12 @@ def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> Non
 def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     """Repository, the models in it, and the name of the model given by engine flags. Raises BadParameter."""
     path = Path(target)
-    if not path.is_dir() or (path / "config.json").is_file() or is_gguf_model(path):
+    try:
+        is_checkpoint = not path.is_dir() or (path / "config.json").is_file() or is_gguf_model(path)
+        children = [] if is_checkpoint else list(path.resolve().iterdir())
+    except OSError as error:
+        raise bad_option("target", f"the target is '{target}', which cannot be read: {error.strerror}") from None
+    if is_checkpoint:
         try:
             single = engine.with_defaults(vllm_environment.engine_arguments(os.environ)).model(target)
         except typer.BadParameter as error:
@@ -96,7 +101,7 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     path = path.resolve()
     if _is_model(path):
         return path.parent, [path.name], ""
-    names = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_model(child))
+    names = sorted(child.name for child in children if _is_model(child))
     if not names:
         checkpoint = "a checkpoint (config.json or a GGUF file)"
         expected = f"{checkpoint}, a model of a repository (config.pbtxt, 1/), or a repository of such"
@@ -112,9 +117,13 @@ def _about_target(error: typer.BadParameter) -> typer.BadParameter:
 
 
 def _is_model(path: Path) -> bool:
-    if (path / CONFIG_FILE_NAME).is_file() or (path / "configs").is_dir():
-        return True
-    return any(child.is_dir() and child.name.isascii() and child.name.isdigit() for child in path.iterdir())
+    """A folder that cannot be read, such as lost+found, is none."""
+    try:
+        if (path / CONFIG_FILE_NAME).is_file() or (path / "configs").is_dir():
+            return True
+        return any(child.is_dir() and child.name.isascii() and child.name.isdigit() for child in path.iterdir())
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

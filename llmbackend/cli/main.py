@@ -7,6 +7,7 @@ is called or completed in a shell, but not for help or version.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from pathlib import Path
@@ -103,7 +104,7 @@ def bench(
     offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
-    from .bench import check_output, check_task, further_arguments, run_bench
+    from .bench import check_model, check_output, check_task, further_arguments, run_bench
     from .bench_profile import run_profile
     from .models import go_offline, local_model
 
@@ -119,6 +120,7 @@ def bench(
         **further,
     }  # fmt: skip
     try:
+        check_model(engine)
         if workload is None:
             run_profile(json_path, as_served=True, **engine)
         else:
@@ -157,6 +159,8 @@ def install_triton_backend(
 def main() -> None:
     """Entry point of the `llmbackend` command. Exits with code 2 if its command line is invalid."""
     join_equals_signs(os.environ)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
         sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
     except typer.TyperException as error:

@@ -23,7 +23,7 @@ def models() -> None:
         folder = models_folder()
     for model in KNOWN_MODELS:
         place = f"in {model.file_in(folder)}" if model.is_in(folder) else "fetched at first use"
-        typer.echo(f"{model.name:10}{model.size_bytes / 1e6:5.0f} MB  {model.licence:12}{model.title}; {place}")
+        typer.echo(f"{model.name:12}{model.size_bytes / 1e6:5.0f} MB  {model.licence:13}{model.title}; {place}")
 
 
 def go_offline() -> None:

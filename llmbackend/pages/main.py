@@ -24,7 +24,7 @@ from starlette.middleware.gzip import GZipMiddleware
 _RECONNECT_TIMEOUT_S = 20.0
 """How long the state of a disconnected page is kept."""
 _MAX_MESSAGE_BYTES = 4 << 20
-"""Limit of a browser's message, which may contain a stored chat."""
+"""Limit of a browser's message, which may contain a stored chat (chat/browser_store.py)."""
 
 
 def main() -> None:

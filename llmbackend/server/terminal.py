@@ -196,7 +196,7 @@ def load_bars(console: Console | None = None) -> Iterator[None]:
     console = console or Console(stderr=True)
     columns = (
         bars.SpinnerColumn(),
-        bars.TextColumn("{task.description}"),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
@@ -257,7 +257,7 @@ def _example(http_url: str, model: str, *, has_chat: bool) -> str:
     url = f"{host}/v1/{'chat/' if has_chat else ''}completions"
     body = json.dumps({"model": model, **(chat if has_chat else text), "stream": True})
     socket = f" --unix-socket {shlex.quote(http_url.removeprefix(UNIX))}" if is_unix else ""
-    curl = f"  curl -N{socket} {url} -H 'content-type: application/json' -d '{body}'"
+    curl = f"  curl -N{socket} {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
     if is_unix or not has_chat:
         return curl
     return f"  llmbackend chat --url {host} --model {shlex.quote(model)}\n{curl}"

@@ -43,6 +43,11 @@ def test_a_question_gets_a_plain_answer(openai_url: str, arguments: list[str]) -
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
+def test_characters_that_the_output_cannot_encode_are_replaced(openai_url: str) -> None:
+    done = chat("--url", openai_url, "SAY:na\u00efve \u6f22.", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "na?ve ?.\n")
+
+
 def test_reasoning_is_no_part_of_a_plain_answer(openai_url: str) -> None:
     done = chat("--url", f"{openai_url}/v1", "SAY:<think>Well.</think>Yes.")
     assert (done.returncode, done.stdout.strip()) == (0, "Yes.")
@@ -146,6 +151,12 @@ def test_a_reader_that_goes_away_ends_the_answer_quietly(fake: tuple[str, FakeLl
         assert process.stderr.read() == ""
         assert process.wait(timeout=30) == 1
     assert host.handles[-1].over.wait(20), "the server goes on with it"
+
+
+def test_an_error_after_a_part_of_the_answer_has_its_own_line(fake: tuple[str, FakeLlmServer]) -> None:
+    with Terminal("chat", "--url", fake[0], "--model", "fake", "fail late") as terminal:
+        assert terminal.end() == 1
+        assert "You\nchat: the server ended the answer: " in terminal.shown
 
 
 def test_ctrl_c_ends_a_single_question(fake: tuple[str, FakeLlmServer]) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,23 @@ def test_a_repository_with_broken_models(check: Check, tmp_path: Path) -> None:
     assert any("swap_space" in text for text in found["foreign"]["warnings"])
     assert "TensorRT" in found["nothing"]["reasons"]["nothing"]
     assert found["syntax"]["reasons"] and found["ensemble"]["reasons"]
+
+
+def test_folders_that_cannot_be_read(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mock_model(tmp_path, "good")
+    (tmp_path / "lost+found").mkdir()
+    unreadable, iterdir = tmp_path / "lost+found", Path.iterdir
+
+    def read(path: Path) -> Iterator[Path]:
+        if path == unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", read)
+    code, out, _ = check(str(tmp_path), "--json")
+    assert code == 0 and [json.loads(line)["name"] for line in out.splitlines()] == ["good"]
+    code, _, error = check(str(unreadable))
+    assert code == 2 and "which cannot be read: Permission denied" in error
 
 
 @pytest.mark.parametrize("breakage", ["shard", "architecture"])

@@ -273,7 +273,7 @@ def test_the_list_says_what_is_in_the_cache(
         shown, _ = process.communicate(timeout=60)
         return shown
 
-    assert listed() == "tiny          0 MB  Apache-2.0  a tiny model; fetched at first use\n"
+    assert listed() == "tiny            0 MB  Apache-2.0   a tiny model; fetched at first use\n"
     assert f"in {file_of(model)}\n" in listed()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,24 @@ def test_engines_die_load_and_stop() -> None:
     assert "3 events missed" in text_of(state)
     state.apply("engine", {**died, "state": "stopped"}, 101.0)
     assert not state.instances
+
+
+def test_there_is_no_time_before_the_server_says_it() -> None:
+    assert not re.search(r"\d\d:\d\d:\d\d", text_of(FeedState()))
+    assert re.search(r"\d\d:\d\d:\d\d", text_of(state_of(("snapshot", snapshot()))))
+
+
+def test_a_snapshot_says_nothing_of_an_engine_that_is_gone() -> None:
+    died = {**WHERE, "time": 1011.0, "state": "recovering", "reason": "killed by signal 9", "pid": None}
+    state = state_of(("snapshot", snapshot(request(1), request(2))), ("steps", STEPS), ("engine", died))
+    state.apply("load", {**WHERE, "time": 1011.0, "stage": "reading weights"}, 101.0)
+    state.apply("snapshot", snapshot(request(1)), 101.0)  # pid 7 is back
+    [row] = figures(state, 101.0)
+    assert (row.reason, row.loading, row.used_blocks, row.steps_per_s) == ("", "", 0, 0.0)
+    state.apply("steps", STEPS, 101.0)
+    state.apply("snapshot", snapshot(request(1)), 102.0)
+    [row] = figures(state, 102.0)
+    assert row.steps_per_s > 0
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (120, 30), (80, 24), (60, 15), (40, 10), (20, 5)])

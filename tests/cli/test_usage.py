@@ -49,6 +49,8 @@ def settings(command_line: CommandLine) -> Callable[..., ServerSettings]:
         (["bench", "--model=mock", "--workload=w", '--engine-args={"dtype": "auto"}'], "expected --dtype instead"),
         (["bench", "--model=mock", "--workload=w", "--plot=/nowhere/p.svg"], "--plot is '/nowhere/p.svg', which"),
         (["bench", "--model=mock", "--workload=w", "--json=/"], "--json is '/', which is a directory"),
+        (["bench", "--model=/no/such", "--workload=w"], "--model is '/no/such', which does not exist"),
+        (["bench", "--model=/no/such", "--profile"], "--model is '/no/such', which does not exist"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_names_the_flag(refusal: Run, arguments: list[str], expected: str) -> None:

@@ -152,12 +152,12 @@ def test_there_are_so_many_viewers_and_no_more() -> None:
     hub = ActivityHub()
     for _ in range(hub_module.MAX_VIEWERS_OF_A_KEY):
         opened(hub, LOADS, "alice")
-    with pytest.raises(TritonError, match="this API key has 4 viewers") as refused:
+    with pytest.raises(TritonError, match="this API key already has 4 viewers") as refused:
         opened(hub, LOADS, "alice")
     assert refused.value.code is ErrorCode.UNAVAILABLE
     while len(hub._viewers) < hub_module.MAX_VIEWERS:
         opened(hub)
-    with pytest.raises(TritonError, match="this server has 32 viewers"):
+    with pytest.raises(TritonError, match="this server already has 32 viewers"):
         opened(hub)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -83,12 +84,12 @@ def test_a_real_load_is_told_over_the_transport(shown: Shown, capfd: pytest.Capt
 def test_bars_show_each_engine_until_it_is_loaded() -> None:
     screen = io.StringIO()
     with load_bars(Console(file=screen, force_terminal=True, width=100)):
-        show(1, "demo", LoadProgress("packing weights", 3, 10))
+        show(1, "demo[/]", LoadProgress("packing weights", 3, 10))
         show(2, "other", LoadProgress("starting the engine"))
         logging.getLogger("llmbackend").debug("not a bar")
         show(2, "other", None)
     drawn = screen.getvalue()
-    assert "demo: packing weights" in drawn
+    assert "demo[/]: packing weights" in drawn
     assert "3/10" in drawn
     assert not progress_log.handlers
 
@@ -127,6 +128,17 @@ def test_the_example_is_one_that_the_model_answers(template: str, capfd: pytest.
     assert ("llmbackend chat --url http://localhost:8000 --model a" in example) == bool(template)
     assert ("/v1/chat/completions -H" in example) == bool(template)
     assert ("/v1/completions -H" in example and '"prompt": ' in example) == (not template)
+
+
+def test_the_example_is_quoted_for_a_shell(capfd: pytest.CaptureFixture[str]) -> None:
+    name = "an operator's $MODEL"
+    row = SimpleNamespace(name=name, version="1", state="READY", reason="")
+    server: Any = SimpleNamespace(
+        repository_index=lambda ready_only=False: [row], describe_instances=list, model_parameters=lambda _: {}
+    )
+    announce(server, {"http": "http://0.0.0.0:8000"}, 1.0)
+    words = shlex.split(capfd.readouterr().out.partition("\nTry:\n")[2])
+    assert json.loads(words[-1])["model"] == name
 
 
 def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:

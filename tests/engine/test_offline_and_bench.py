@@ -87,6 +87,11 @@ def test_the_bench_runs_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "output_tokens_per_s" in capsys.readouterr().out
 
 
+def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_bench("mock", write(tmp_path / "w[red].json", [{"prompt_tokens": 8, "output_tokens": 4}]))
+    assert "w[red].json on mock" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_own_cache", [False, True])
 def test_the_bench_runs_the_packed_weights_that_a_server_would(has_own_cache: bool, tmp_path: Path) -> None:

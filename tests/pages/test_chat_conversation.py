@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("nicegui")
 
 from llmbackend.pages.chat.answer import Answer
-from llmbackend.pages.chat.conversation import Chat, ChatSettings, ToolCall, Turn, UnfinishedAnswer
+from llmbackend.pages.chat.conversation import Chat, ChatSettings, Timing, ToolCall, Turn, UnfinishedAnswer
 
 SCHEMA = '{"type": "object"}'
 
@@ -103,6 +103,20 @@ def test_a_continued_answer_keeps_what_it_had() -> None:
     answer.take({"choices": [{"delta": {"content": "two"}, "finish_reason": "stop"}]})
     turn = answer.turn()
     assert (turn.content, turn.finish_reason, turn.others, turn.place) == ("one two", "stop", base.others, 1)
+
+
+def test_a_continued_answer_counts_the_tokens_of_both_parts() -> None:
+    times_s = iter((10.0, 11.0, 12.0, 13.0))
+    begun = Timing(first_token_ms=250.0, tokens_per_s=7.0, output_tokens=5, prompt_tokens=3, cached_tokens=1)
+    answer = Answer(Turn(role="assistant", content="one ", timing=begun), lambda: next(times_s))
+    assert answer.turn().timing == begun
+    for text in ("two", "three"):
+        usage = {"completion_tokens": 3, "prompt_tokens": 8}
+        answer.take({"choices": [{"delta": {"content": text}}], "usage": usage})
+    assert answer.turn().timing == Timing(250.0, 2.0, 8, 3, 1)
+    unknown = Answer(Turn(role="assistant", content="one "))
+    unknown.take({"choices": [{"delta": {"content": "two"}}], "usage": {"completion_tokens": 3}})
+    assert unknown.turn().timing is None
 
 
 def test_an_unfinished_answer_survives_the_storage() -> None:

@@ -119,6 +119,13 @@ def test_a_refusal_is_said_at_once() -> None:
     assert (turn.content, turn.error, len(api.asked)) == ("", "the queue is full", 1)
 
 
+def test_a_silence_is_not_spoken_each_second() -> None:
+    shown: Any = Shown(Connections())
+    generation = Generation(shown, {}, begun(), shown, shown, "served")
+    texts = {generation._waits_for(second + 0.5) for second in range(60)}
+    assert texts == {"…", *(f"No token for more than {limit} s; still connected." for limit in (3, 10, 30))}
+
+
 def test_a_recovery_is_shown_if_the_engine_is_of_the_hosts_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events have the host's name of the model, not the one by which a chat calls it."""
     listeners: list[Callable[[dict[str, Any]], None]] = []

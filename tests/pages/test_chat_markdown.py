@@ -12,7 +12,7 @@ from tests.pages.hostile_texts import TEXTS
 
 pytest.importorskip("nicegui")
 
-from llmbackend.pages.chat.markdown import Markdown, last_block
+from llmbackend.pages.chat.markdown import Markdown, last_block, pieces
 
 TAGS = {"p", "h1", "h2", "h3", "em", "strong", "s", "code", "pre", "a", "ul", "ol", "li", "blockquote", "hr", "br"}
 TAGS |= {"table", "thead", "tbody", "tr", "th", "td", "div", "span", "button"}
@@ -108,6 +108,14 @@ def test_characters_that_reorder_code_are_shown() -> None:
 
 def test_a_block_that_is_too_long_is_plain_text() -> None:
     assert "<strong>" not in to_html("**x** " * 20_000)
+
+
+def test_a_long_text_is_split_between_its_blocks() -> None:
+    text = "A **bold** word.\n\n```\ncode\n\n```\n" * 3000
+    parts = list(pieces(text))
+    assert "".join(parts) == text and len(parts) > 1
+    assert sum(to_html(part).count("<strong>") for part in parts) == 3000
+    assert list(pieces("short")) == ["short"] and list(pieces("")) == []
 
 
 @pytest.mark.parametrize(

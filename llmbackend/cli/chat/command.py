@@ -138,14 +138,18 @@ def _answer_once(conversation: Conversation, question: str) -> None:
     """On a terminal, the reasoning is shown too."""
     is_terminal = sys.stdout.isatty()
     screen = Screen(Console(highlight=False))
-    with contextlib.closing(conversation.ask(question)) as pieces:
-        for piece in pieces:
-            if is_terminal:
-                screen.piece(piece)
-            elif not piece.is_reasoning:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-    screen.end_of_line() if is_terminal else print(flush=True)
+    try:
+        with contextlib.closing(conversation.ask(question)) as pieces:
+            for piece in pieces:
+                if is_terminal:
+                    screen.piece(piece)
+                elif not piece.is_reasoning:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+    finally:
+        screen.end_of_line()
+    if not is_terminal:
+        print(flush=True)
     answer = conversation.answers[-1] if conversation.answers else None
     if answer is not None and answer.finish_reason == "length":
         typer.echo("chat: the answer was cut off at the token limit", err=True)

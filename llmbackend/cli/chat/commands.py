@@ -63,7 +63,7 @@ class Commands:
         )
 
     def clear(self, _argument: str) -> None:
-        self._conversation.messages.clear()
+        self._conversation.restart()
         kept = " The system message stays." if self._conversation.system else ""
         self._screen.note(f"The conversation is empty.{kept}")
 
@@ -120,7 +120,7 @@ class Commands:
         path = _path(name, "/load")
         system, messages = _read(path)
         self._conversation.system = system
-        self._conversation.messages[:] = messages
+        self._conversation.restart(messages)
         self._own_files.add(path)
         self._screen.note(f"{len(messages)} messages are loaded; the model is {self._conversation.model}.")
 

@@ -1,13 +1,14 @@
 """A conversation with a server: its messages, the next question, and token counts and times of answers.
 
 Independent of terminals. Invariants: `messages` is always a list that the server accepts: a question whose answer
-failed before its first character is removed, a stopped answer is kept as far as it arrived; reasoning is not sent back.
+failed before its first character is removed, or replaced by what it should have repeated; a stopped answer is kept as
+far as it arrived; reasoning is not sent back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,27 +56,42 @@ class Conversation:
         self.answers: list[Answer] = []
         """All answers of this session, including those that were cleared."""
         self._sampling = dict(sampling)
+        self._failed_question = ""
+        """The last question, if it was removed because its answer failed."""
+        self._taken_back: list[Message] = []
+        """The pair that the next question repeats."""
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
         """The answer as it arrives; close the iterator to stop it. Raises ApiError."""
         self.messages.append({"role": "user", "content": question})
         answer = Answer()
+        replaced, self._taken_back, self._failed_question = self._taken_back, [], ""
         try:
             yield from self._answer(answer)
         finally:
             if answer.text or answer.finish_reason:
                 self.messages.append({"role": "assistant", "content": answer.text})
             else:
-                self.messages.pop()
+                self.messages[-1:] = replaced
+                self._failed_question = "" if replaced else question
             if answer.num_pieces:
                 self.answers.append(answer)
 
+    def restart(self, messages: Sequence[Message] = ()) -> None:
+        """Replaces all messages."""
+        self.messages[:] = messages
+        self._failed_question = ""
+
     def take_back(self) -> str:
-        """Removes the last question and its answer. Returns the question, "" if there is none."""
-        while self.messages:
-            message = self.messages.pop()
-            if message["role"] == "user":
-                return message["content"]
+        """Removes the last question and its answer until the next answer begins; a failed question has no messages.
+        Returns the question, "" if there is none."""
+        if self._failed_question:
+            return self._failed_question
+        for index in range(len(self.messages) - 1, -1, -1):
+            if self.messages[index]["role"] == "user":
+                self._taken_back = self.messages[index:]
+                del self.messages[index:]
+                return self._taken_back[0]["content"]
         return ""
 
     def _answer(self, answer: Answer) -> Iterator[Piece]:

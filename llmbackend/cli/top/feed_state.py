@@ -1,8 +1,8 @@
 """The state of a server's engines and requests, reconstructed from its event feed.
 
-Used by the screen and `--once`. Independent of connections and terminals. Invariants: a snapshot replaces everything;
-events about unknown instances or requests are accepted, because events just after a snapshot may repeat its content;
-the number of stored steps is bounded.
+Used by the screen and `--once`. Independent of connections and terminals. Invariants: a snapshot replaces everything
+but the steps of processes that are still the same; events about unknown instances or requests are accepted, because
+events just after a snapshot may repeat its content; the number of stored steps is bounded.
 """
 
 from __future__ import annotations
@@ -125,9 +125,15 @@ class FeedState:
         before, self.instances = self.instances, {}
         for row in data.get("instances", ()):
             key = _key(row)
-            instance = self.instances[key] = before.get(key) or Instance()
-            instance.state, instance.pid = row["state"], row.get("pid")
-            instance.num_restarts, instance.limits = row.get("num_restarts", 0), row.get("limits") or {}
+            instance = self.instances[key] = Instance(
+                state=row["state"],
+                pid=row.get("pid"),
+                num_restarts=row.get("num_restarts", 0),
+                limits=row.get("limits") or {},
+            )
+            if (known := before.get(key)) is not None and known.pid == instance.pid:
+                instance.steps = known.steps
+                instance.reason = known.reason if known.state == instance.state else ""
             instance.requests = {each["request"]: _request(each) for each in row.get("requests", ())}
             self._count(instance)
 

@@ -52,12 +52,12 @@ def render(state: FeedState, view: View) -> RenderableType:
 
 def _title(state: FeedState, rows: list[Figures], view: View) -> Text:
     server = f"{state.server.get('name', '')} {state.server.get('version', '')}".strip()
-    clock = time.strftime("%H:%M:%S", time.localtime(state.server_time(view.now_s)))
+    clock = time.strftime("  %H:%M:%S", time.localtime(state.server_time(view.now_s))) if state.has_snapshot else ""
     rate = sum(row.output_tokens_per_s for row in rows)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{rate:,.0f} tokens/s", "bold")
     text.append(f"  {sum(row.num_running for row in rows)} running, {sum(row.num_waiting for row in rows)} waiting  ")
-    text.append(harmless_line(f"{server} at {view.url}  {clock}"), "dim")
+    text.append(harmless_line(f"{server} at {view.url}{clock}"), "dim")
     if state.scope == "own":
         text.append("  requests of this key", "dim")
     if state.num_dropped:

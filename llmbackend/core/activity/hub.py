@@ -149,7 +149,7 @@ class ActivityHub:
                 ("server", len(self._viewers), MAX_VIEWERS),
             ):
                 if count >= most:
-                    raise unavailable(f"this {whose} has {count} viewers of its events, expected at most {most}")
+                    raise unavailable(f"this {whose} already has {count} viewers of its events, the maximum")
             if key_name is not None:
                 kinds |= {"requests"}  # needed to tell which requests are the key's
             viewer = Viewer(self, kinds, key_name, wake)

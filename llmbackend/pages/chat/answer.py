@@ -97,14 +97,19 @@ class Answer:
         )
 
     def _timing(self) -> Timing | None:
-        output_tokens = self._usage.get("completion_tokens", 0)
-        if not self._first_s or not output_tokens:
-            return None
+        """A continued answer has the figures of its beginning, with all tokens and the rate of its last part."""
+        output_tokens, begun = self._usage.get("completion_tokens", 0), self._base.timing
+        if not self._first_s or not output_tokens or (self._base.content and begun is None):
+            return begun
         details = self._usage.get("prompt_tokens_details") or {}
         streamed_s = self._last_s - self._first_s
+        tokens_per_s = (output_tokens - 1) / streamed_s if streamed_s > _MIN_STREAMED_S else 0.0
+        if begun is not None:
+            output_tokens += begun.output_tokens
+            return msgspec.structs.replace(begun, tokens_per_s=tokens_per_s, output_tokens=output_tokens)
         return Timing(
             first_token_ms=(self._first_s - self._began_s) * 1e3,
-            tokens_per_s=(output_tokens - 1) / streamed_s if streamed_s > _MIN_STREAMED_S else 0.0,
+            tokens_per_s=tokens_per_s,
             output_tokens=output_tokens,
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             cached_tokens=details.get("cached_tokens") or 0,

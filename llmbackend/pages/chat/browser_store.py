@@ -15,6 +15,10 @@ from nicegui import Client
 from .conversation import Chat, ChatSettings, UnfinishedAnswer
 
 _TIMEOUT_S: Final = 10.0
+_MAX_STORED_BYTES: Final = 7 << 19
+"""Limit of what is stored for a chat: it must fit in one message of the browser (pages/main.py)."""
+STORAGE_FULL: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
+TOO_LARGE: Final = "This chat is too large to be saved. Start a new one."
 
 
 class ChatEntry(msgspec.Struct, frozen=True):
@@ -43,9 +47,15 @@ class BrowserStore:
         except ValueError:
             return None
 
-    async def save(self, chat: Chat) -> bool:
-        """Returns False if the browser's storage is full."""
-        return bool(await self._call("save", chat.id, chat.shown_title, chat.to_json()))
+    async def save(self, chat: Chat) -> str:
+        """Saves the chat, under a new id if another page has changed it. Returns why it is not saved, "" if it is."""
+        if not _fits(chat.to_json()):
+            return TOO_LARGE
+        saved = await self._call("save", chat.id, chat.shown_title, chat.to_json())
+        if saved == "changed":
+            chat.id = Chat.new(chat.settings).id
+            saved = await self._call("save", chat.id, chat.shown_title, chat.to_json())
+        return "" if saved == "saved" else STORAGE_FULL
 
     async def unfinished(self, chat: Chat) -> UnfinishedAnswer | None:
         """The answer after the chat's last turn, if one was being generated."""
@@ -56,7 +66,8 @@ class BrowserStore:
         return found if found.index == len(chat.turns) else None
 
     async def save_answer(self, chat_id: str, answer: UnfinishedAnswer) -> None:
-        await self._call("saveAnswer", chat_id, answer.to_json())
+        if _fits(text := answer.to_json()):
+            await self._call("saveAnswer", chat_id, text)
 
     async def forget_answer(self, chat_id: str) -> None:
         await self._call("forgetAnswer", chat_id)
@@ -84,3 +95,8 @@ class BrowserStore:
             return await self._client.run_javascript(f"return llmbackendChat.{name}({values})", timeout=_TIMEOUT_S)
         except TimeoutError:  # the browser is disconnected
             return None
+
+
+def _fits(text: str) -> bool:
+    """Whether the browser can send the text back, as a JSON string."""
+    return len(msgspec.json.encode(text)) <= _MAX_STORED_BYTES

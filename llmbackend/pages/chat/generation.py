@@ -29,8 +29,8 @@ from .turn_views import AnswerView
 _SHOW_EVERY_S: Final = 0.06
 _SHARE_OF_TIME: Final = 0.2
 """Maximum share of the time spent on updates of the page."""
-_SILENCE_S: Final = 3.0
-"""Time without a token after which the page says that it is waiting."""
+_SILENCES_S: Final = (300, 60, 30, 10, 3)
+"""Times without a token after which the page says so: not each second, because screen readers speak it each time."""
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
 """The server's prefix to the client's request id in the id of a chat completion."""
@@ -227,6 +227,7 @@ class Generation:
             return f"The engine has {self._engine_state}."
         if self._is_disconnected:
             return "Connection to the server lost. Trying again."
-        if silence_s > _SILENCE_S:
-            return f"No token for {silence_s:.0f} s; still connected."
+        for limit_s in _SILENCES_S:
+            if silence_s > limit_s:
+                return f"No token for more than {limit_s} s; still connected."
         return "" if self._answer.has_begun else "…"

@@ -9,7 +9,7 @@ and the page's policy.)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Final
 
@@ -70,6 +70,16 @@ def last_block(text: str) -> int:
     for _ in range(line):
         begin = text.index("\n", begin) + 1
     return begin
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text`, split between blocks if it is too long to be rendered at once. A block that is too long is in the last
+    piece, with all that follows it."""
+    while len(text) > _MAX_BLOCK_CHARACTERS and (begin := last_block(text[:_MAX_BLOCK_CHARACTERS])):
+        yield text[:begin]
+        text = text[begin:]
+    if text:
+        yield text
 
 
 class Markdown:

@@ -32,7 +32,7 @@ _EXAMPLES: Final = (
     "Make a JSON object with name Ada and age 36",
     "Name three fruits",
 )
-_STORAGE_FULL: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
+_COPIED: Final = "This chat was changed on another page. It continues as a copy."
 
 
 def build(viewer: Viewer) -> None:
@@ -107,6 +107,16 @@ class ChatPage:
             return
         self._roots = {str(model["id"]): str(model["root"]) for model in answer["data"]}
         self._composer.show_models(list(self._roots), self._chat.settings.model)
+        self._select_model()
+
+    def _select_model(self) -> None:
+        """Selects the chat's model. A chat whose model is no longer served uses the selected one."""
+        settings, selector = self._chat.settings, self._composer.model
+        if settings.model in selector.options:
+            selector.set_value(settings.model)
+        elif selector.value:
+            self._chat.settings = msgspec.structs.replace(settings, model=str(selector.value))
+            self._settings.show(self._chat.settings)
 
     async def _choose_model(self, name: str) -> None:
         if name and name != self._chat.settings.model:
@@ -117,7 +127,7 @@ class ChatPage:
         self._settings.show(settings)
         await self._store.save_settings(settings)
         if self._chat.turns:
-            await self._save()
+            await self._save(self._chat)
 
     # --- chats --------------------------------------------------------------------------------------------------------
 
@@ -139,15 +149,14 @@ class ChatPage:
         self._chat = chat
         self._show_chat()
         await self._show_list()
-        if chat.settings.model in self._composer.model.options:
-            self._composer.model.set_value(chat.settings.model)
+        self._select_model()
         await self._resume()
 
     async def _rename(self, chat_id: str, title: str) -> None:
         chat = self._chat if chat_id == self._chat.id else await self._store.load(chat_id)
         if chat is not None:
             chat.title = title
-            await self._store.save(chat)
+            await self._save(chat)
         await self._show_list()
 
     async def _remove(self, chat_id: str) -> None:
@@ -167,19 +176,22 @@ class ChatPage:
             ui.notify(f"This file is not an exported chat of at most 3 MiB: {error}", type="negative")
             return
         chat.id = Chat.new(chat.settings).id
-        if await self._store.save(chat):
+        if await self._save(chat):
             await self._open(chat.id)
-        else:
-            ui.notify(_STORAGE_FULL, type="warning")
 
     async def _show_list(self) -> None:
         found = await self._store.search(self._list.searched)
         entries = [entry for entry in await self._store.entries() if found is None or entry.id in found]
         self._list.show(entries, self._chat.id)
 
-    async def _save(self) -> None:
-        if not await self._store.save(self._chat):
-            ui.notify(_STORAGE_FULL, type="warning")
+    async def _save(self, chat: Chat) -> bool:
+        """Returns False if the chat cannot be saved, after telling the viewer."""
+        known_id = chat.id
+        why_not = await self._store.save(chat)
+        if (notice := why_not or (_COPIED if chat.id != known_id else "")) and not self._client.is_deleted:
+            with self._client:
+                ui.notify(notice, type="warning")
+        return not why_not
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -243,7 +255,7 @@ class ChatPage:
         if self._generation is None:
             self._chat.show_version(index, place)
             self._show_turns(max(index - 1, 0))
-            await self._save()
+            await self._save(self._chat)
 
     async def _answer_calls(self, results: dict[str, str]) -> None:
         begin = len(self._chat.turns)
@@ -282,7 +294,7 @@ class ChatPage:
         self._show_turns(max(begin - 1, 0))
         self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))
         self._client.run_javascript("llmbackendChat.toEnd()")
-        await self._save()
+        await self._save(self._chat)
         await self._show_list()
 
     async def _resume(self) -> None:
@@ -312,6 +324,7 @@ class ChatPage:
         root = self._roots.get(self._chat.settings.model, self._chat.settings.model)
         generation = Generation(self._viewer, request, unfinished, view, self._client, root)
         self._generation = generation
+        self._said.set_text("")  # the same text twice would be spoken once
         self._composer.show_busy(True)
         background_tasks.create(self._run(generation, self._chat, view), name="answer")
 
@@ -321,8 +334,8 @@ class ChatPage:
         saving.cancel()
         if not generation.is_dropped:
             chat.turns.append(turn)
-            await self._store.save(chat)
-            await self._store.forget_answer(chat.id)
+            if await self._save(chat):
+                await self._store.forget_answer(chat.id)
         if generation.is_dropped or self._client.is_deleted:
             return
         with self._client:

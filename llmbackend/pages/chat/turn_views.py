@@ -16,7 +16,7 @@ from nicegui import ui
 
 from .composer import ON_ENTER
 from .conversation import Timing, TokenProbability, ToolCall, Turn
-from .markdown import last_block
+from .markdown import last_block, pieces
 from .markdown_view import MarkdownView
 
 _MAX_GROWING_CHARACTERS: Final = 32 << 10
@@ -82,6 +82,8 @@ class AnswerView:
         self._rendered = 0
         """How many characters of the content are in finished blocks."""
         self._tail: MarkdownView | None = None
+        self._call_labels: list[tuple[ui.label, ui.label]] = []
+        """Name and arguments of each call."""
         with ui.element("section").classes("turn turn--answer").props('aria-label="Answer"') as self._section:
             with ui.element("details").classes("fold") as self._reasoning_fold:
                 with ui.element("summary"):
@@ -120,9 +122,9 @@ class AnswerView:
         self.show_state("")
         self._show_reasoning(turn.reasoning, "Reasoning")
         self._blocks.clear()
-        self._tail = None
-        if turn.content:
-            self._show_tail(turn.content)
+        for piece in pieces(turn.content):
+            self._tail = None
+            self._show_tail(piece)
         self._show_calls(turn.tool_calls)
         with self._section:
             if turn.error:
@@ -149,14 +151,15 @@ class AnswerView:
             self._reasoning.set_text(reasoning)
 
     def _show_calls(self, calls: tuple[ToolCall, ...]) -> None:
-        self._calls.clear()
-        with self._calls:
-            for call in calls:
-                with ui.element("details").classes("fold"):
-                    with ui.element("summary"):
-                        ui.label("Calls the tool")
-                        ui.label(call.name).classes("mono fold__name")
-                    ui.label(call.arguments).classes("fold__text mono").props("dir=ltr")
+        for _ in calls[len(self._call_labels) :]:
+            with self._calls, ui.element("details").classes("fold"):
+                with ui.element("summary"):
+                    ui.label("Calls the tool")
+                    name = ui.label().classes("mono fold__name")
+                self._call_labels.append((name, ui.label().classes("fold__text mono").props("dir=ltr")))
+        for (name, arguments), call in zip(self._call_labels, calls, strict=False):
+            name.set_text(call.name)
+            arguments.set_text(call.arguments)
 
     def _ask_for_results(self, calls: tuple[ToolCall, ...]) -> None:
         fields: dict[str, ui.textarea] = {}

@@ -90,5 +90,5 @@ class LogSection:
         for line in [line for line in lines if self._wants(line)][-MAX_LINES_SHOWN:]:
             stamp = time.strftime("%H:%M:%S", time.localtime(line.time))
             self._log.push(f"{line.level[:1]} {stamp}  {line.text}", classes=f"ops-line ops-line--{line.level.lower()}")
-        num_wanted = sum(self._wants(line) for line in self._lines)
-        self._count.text = f"{num_wanted} of {len(self._lines)} lines"
+        num_shown = min(sum(map(self._wants, self._lines)), MAX_LINES_SHOWN)
+        self._count.text = f"{num_shown} of {len(self._lines)} lines"

@@ -205,7 +205,7 @@ def _left(left: int | None, per_minute: int | None) -> dict[str, Any]:
 
 
 class SettingsSection:
-    """The server's version, uptime and flags."""
+    """The server's version, start and flags."""
 
     def __init__(self) -> None:
         made, self._note = card("Version and settings")
@@ -219,7 +219,7 @@ class SettingsSection:
             "Server": report["name"],
             "Version": report["version"],
             "Process": str(report["pid"]),
-            "Running for": duration(time.time() - report["started"]),
+            "Running since": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["started"])),
             "Loading by request": _allowed(report["allows_load"], "--model-control-mode=explicit"),
             "Killing engines": _allowed(report["allows_kill"], "--allow-fault-injection"),
         }

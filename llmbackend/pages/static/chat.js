@@ -8,6 +8,7 @@ window.llmbackendChat = (() => {
   const ANSWER = "llmbackend.answer."; // prefix of the entry of an answer in progress
   const SETTINGS = "llmbackend.chat_settings";
   const NEAR_END_PIXELS = 80;
+  const known = new Map(); // id of a chat: its text as this page loaded or saved it
   const MAX_FILE_BYTES = 3 << 20; // fits in one message to the page process
 
   function list() {
@@ -28,9 +29,27 @@ window.llmbackendChat = (() => {
     }
   }
 
+  function load(id) {
+    const text = localStorage.getItem(CHAT + id);
+    known.set(id, text);
+    return text;
+  }
+
+  /** Whether two stored texts are the same chat. Pages that show the same answer measure different times. */
+  function isSame(one, other) {
+    const untimed = (name, value) => (name === "timing" || name === "recovery_ms" ? undefined : value);
+    const chat = (text) => JSON.stringify(JSON.parse(text ?? null), untimed);
+    return one === other || chat(one) === chat(other);
+  }
+
+  /** Returns "saved", "full", or "changed" if another page has changed the chat since this one loaded or saved it. */
   function save(id, title, text) {
+    const stored = localStorage.getItem(CHAT + id);
+    if (stored !== null && !isSame(stored, known.get(id)) && !isSame(stored, text)) return "changed";
     const others = list().filter((entry) => entry.id !== id);
-    return store(CHAT + id, text) && store(INDEX, JSON.stringify([{ id, title }, ...others]));
+    if (!store(CHAT + id, text)) return "full";
+    known.set(id, text);
+    return store(INDEX, JSON.stringify([{ id, title }, ...others])) ? "saved" : "full";
   }
 
   function remove(id) {
@@ -143,7 +162,7 @@ window.llmbackendChat = (() => {
     toEnd,
     search,
     pickFile,
-    load: (id) => localStorage.getItem(CHAT + id),
+    load,
     answer: (id) => localStorage.getItem(ANSWER + id),
     saveAnswer: (id, text) => localStorage.getItem(CHAT + id) !== null && store(ANSWER + id, text),
     forgetAnswer: (id) => localStorage.removeItem(ANSWER + id),

@@ -41,8 +41,8 @@ test("reads events, and connects again when the connection ends", async () => {
     response.end();
   };
   const busy = (request, response) => {
-    response.writeHead(503);
-    response.end();
+    response.writeHead(503, { "content-type": "application/json" });
+    response.end('{"error": "too many viewers"}');
   };
   const second = (request, response) => {
     keys.push(request.headers.authorization);
@@ -58,12 +58,17 @@ test("reads events, and connects again when the connection ends", async () => {
   }
   client.close();
   close();
-  const [opened, lost, connecting] = [
+  const [opened, lost, busy503, connecting] = [
     ["open", ""],
     ["lost", ""],
+    ["lost", "503: too many viewers"],
     ["connecting", ""],
   ];
-  assert.deepEqual(seen, [connecting, opened, ["a", 1, ""], lost, connecting, lost, connecting, opened, ["b", 2, ""]]);
+  const [a, b] = [
+    ["a", 1, ""],
+    ["b", 2, ""],
+  ];
+  assert.deepEqual(seen, [connecting, opened, a, lost, connecting, busy503, connecting, opened, b]);
   assert.deepEqual(keys, ["one", "two"]);
 });
 

@@ -8,7 +8,9 @@ import { Buckets } from "../../../llmbackend/pages/engine/view/buckets.js";
 import { FeedHistory, HISTORY_S } from "../../../llmbackend/pages/engine/view/feed_history.js";
 import { LiveClock } from "../../../llmbackend/pages/engine/view/live_clock.js";
 import { SseParser } from "../../../llmbackend/pages/engine/view/sse.js";
+import { statusOf } from "../../../llmbackend/pages/engine/view/status.js";
 import { StepRing } from "../../../llmbackend/pages/engine/view/step_ring.js";
+import { TimeWindow } from "../../../llmbackend/pages/engine/view/time_window.js";
 import { Tracks, outputAt, segmentAt } from "../../../llmbackend/pages/engine/view/tracks.js";
 import { INSTANCE, random, simulatedFeed, snapshot } from "./simulated_feed.mjs";
 
@@ -235,6 +237,28 @@ test("nothing that the feed told is lost: tokens, drafts and ends", () => {
   for (const { request: number, output_tokens } of ended)
     assert.equal(engine.tracks.byRequest.get(number).outputTokens, output_tokens);
   assert.ok(ended.length > 20);
+});
+
+test("tokens per second are those of whole intervals", () => {
+  const history = new FeedHistory();
+  history.apply("snapshot", snapshot(START));
+  const steps = Array.from({ length: 500 }, (_, number) => ({
+    step: number,
+    time: START + number / 100 + 0.005,
+    duration_ms: 10,
+    rows: [[1, "decode", 1, 0, 1]],
+    preempted: [],
+    waiting: [],
+    num_running: 1,
+    num_waiting: 0,
+  }));
+  history.apply("steps", { ...INSTANCE, steps });
+  const engine = history.engines.values().next().value;
+  for (const live of [3, 3.01, 3.05, 3.099, 4.2]) {
+    const view = { history, engine, window: new TimeWindow(), live: START + live, numHidden: 0, wantsTable: false };
+    const { figures } = statusOf(view, {}, []);
+    assert.equal(figures.find(({ name }) => name === "tokens/s").value, "100");
+  }
 });
 
 test("memory is bounded after more than the history's length", () => {

@@ -51,6 +51,11 @@ export default {
     wasLost() {
       return this.status?.connection.wasLost ?? false;
     },
+    lostText() {
+      if (!this.wasLost) return "Connecting to the server.";
+      const { text } = this.status.connection;
+      return `${text ? `The server sends no engine events (${text}).` : "The server does not respond."} Trying again.`;
+    },
     lost() {
       return this.wasLost || (this.status?.connection.state === "connecting" && !this.status.engine);
     },

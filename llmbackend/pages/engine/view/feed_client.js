@@ -13,7 +13,7 @@ export class FeedClient {
    * url: of the feed, with its query
    * headers: function that returns the request's headers (the key may have changed between two attempts)
    * onEvent(event, data, id): each event
-   * onState(state, text): "connecting", "open", "refused" (text: what the server said; no further attempt) or "lost"
+   * onState(state, text): "connecting", "open", "refused" (no further attempt) or "lost". text: what the server said
    */
   constructor(url, { headers, onEvent, onState }) {
     Object.assign(this, { url, headers, onEvent, onState });
@@ -28,27 +28,27 @@ export class FeedClient {
     const signal = this.#abort.signal;
     while (!signal.aborted) {
       this.onState("connecting", "");
-      const refusal = await this.#readOnce(signal).catch(() => "");
+      const [state, text] = await this.#readOnce(signal).catch(() => ["lost", ""]);
       if (signal.aborted) return;
-      if (refusal) return this.onState("refused", refusal);
-      this.onState("lost", "");
+      this.onState(state, text);
+      if (state === "refused") return;
       await pause(this.#retryMs, signal);
       this.#retryMs = Math.min(MAX_RETRY_MS, this.#retryMs * 2);
     }
   }
 
-  /** Returns the reason if the server refuses permanently; throws or returns "" when the connection has ended. */
+  /** Returns the state in which the connection has ended, and the server's reason; throws if it was lost. */
   async #readOnce(signal) {
     const answer = await fetch(this.url, { headers: this.headers(), signal, cache: "no-store" });
-    if (answer.status >= 400 && answer.status < 500 && answer.status !== 429) return refusalText(answer);
-    if (!answer.ok) return "";
+    const isRefused = answer.status >= 400 && answer.status < 500 && answer.status !== 429;
+    if (!answer.ok) return [isRefused ? "refused" : "lost", await refusalText(answer)];
     this.onState("open", "");
     this.#retryMs = FIRST_RETRY_MS;
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     const parser = new SseParser();
     for (;;) {
       const { value, done } = await reader.read();
-      if (done || signal.aborted) return "";
+      if (done || signal.aborted) return ["lost", ""];
       for (const { event, data, id } of parser.push(value)) this.onEvent(event, data, id);
     }
   }

@@ -96,7 +96,8 @@ export class LiveView {
       onState: (state, text) => {
         const wasLost = state === "lost" || (state === "connecting" && this.#connection.wasLost);
         if (state === "lost") this.history.feedEnds(this.live + DELAY_S);
-        this.#connection = { state, text, wasLost };
+        const reason = state === "connecting" ? this.#connection.text : text; // stays shown during the next attempt
+        this.#connection = { state, text: reason, wasLost };
         this.invalidate();
       },
     });

@@ -36,7 +36,8 @@ export function statusOf(view, connection, shown) {
 function ofEngine(view, engine, shown) {
   const { live, window } = view;
   const end = window.end(live);
-  const totals = engine.buckets.total(end - RATE_S, end);
+  const last = Math.floor(end / BUCKET_S) * BUCKET_S; // the end of the last complete interval
+  const totals = engine.buckets.total(last - RATE_S + BUCKET_S / 2, last - BUCKET_S / 2);
   const recovery = engine.recoveries.at(-1) ?? null;
   return {
     engine: {

@@ -38,7 +38,7 @@ const NOTICES = `
     <button v-if="needsKey" type="button" class="engine__button" @click="askForKey">Enter a key</button>
   </p>
   <p v-else-if="lost" class="engine__notice" role="status">
-    {{ wasLost ? "The server does not respond. Trying again." : "Connecting to the server." }}
+    {{ lostText }}
   </p>
   <p v-for="each in status?.models ?? []" :key="each.model + '/' + each.version" class="engine__notice"
     role="status">
@@ -82,7 +82,7 @@ const TIME = `
       </div>
     </div>
     <p v-if="status?.numHidden" class="engine__more">
-      {{ status.numHidden }} more requests do not fit in the lanes; the table lists them.
+      {{ status.numHidden }} more requests do not fit in the lanes; the table lists more of them.
     </p>
     <ul class="engine__legend" aria-label="Marks">
       <li><i class="engine__mark engine__mark--prefill"></i>prefill chunk (P, tokens)</li>
