@@ -104,7 +104,7 @@ def test_its_responses_are_those_of_any_request(hosts: Hosts) -> None:
     marked = read(hosts, "b", fixed)
     for response in marked:
         del response.infer_response.parameters["stream_id"], response.infer_response.parameters["event_number"]
-    assert marked == plain and len(plain) > 5
+    assert marked == plain and len(plain) > 1
 
 
 def test_several_requests_share_a_stream(hosts: Hosts) -> None:
@@ -114,7 +114,7 @@ def test_several_requests_share_a_stream(hosts: Hosts) -> None:
     first = place(begun[0]).partition(":")[0]
     assert len({stream for stream, _, _ in places} - {first, ""}) == 1
     numbers = [int(number) for stream, _, number in places if stream == first]
-    assert numbers == list(range(3, 3 + len(numbers))) and len(numbers) > 10
+    assert numbers == list(range(3, 3 + len(numbers))) and len(numbers) > 2
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,6 @@ def test_a_stream_of_a_large_request_is_not_copied(hosts: Hosts, monkeypatch: py
     before = hosts.copies("b").num_held + hosts.copies("c").num_held
     begun = read(hosts, "a", request(resumable=True), at_most=3)
     assert hosts.copies("b").num_held + hosts.copies("c").num_held == before
-    assert len(begun + read(hosts, "a", back(place(begun[-1])))) > 10
+    rest = read(hosts, "a", back(place(begun[-1])))
+    assert begun + rest == read(hosts, "a", back(place(begun[0]).partition(":")[0]))
+    assert rest[-1].infer_response.parameters["triton_final_response"].bool_param

@@ -176,7 +176,7 @@ def test_a_stream_moves_while_its_host_lives_and_ends_there(hosts: Hosts) -> Non
         back = read_events(first, path, {}, {"Last-Event-ID": moved[-1][0]})
         eventually(lambda: not num_streams(hosts.all["c"].streams))
     ids = [int(id.partition(":")[2]) for id, _ in begun + moved + back]
-    assert ids == list(range(len(ids))) and len(ids) > 80
+    assert ids == list(range(len(ids))) and len(ids) > 20
 
 
 def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) -> None:
@@ -260,7 +260,7 @@ def test_a_stream_outlives_the_host_that_was_about_to_take_it_up(hosts: Hosts, m
         eventually(lambda: not num_streams(hosts.all["a"].streams))
         rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
     ids = [int(id.partition(":")[2]) for id, _ in begun + rest]
-    assert ids == list(range(len(ids))) and len(ids) > 80
+    assert ids == list(range(len(ids))) and len(ids) > 20
 
 
 def test_a_client_comes_back_later_while_a_host_that_may_have_its_stream_cannot_be_asked(hosts: Hosts) -> None:
@@ -294,7 +294,7 @@ def test_streams_of_a_host_that_is_about_to_end_go_on_elsewhere(hosts: Hosts) ->
         rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
     running.streams.copies = copies
     ids = [int(id.partition(":")[2]) for id, _ in begun + rest]
-    assert ids == list(range(len(ids))) and len(ids) > 80
+    assert ids == list(range(len(ids))) and len(ids) > 20
 
 
 def test_streams_go_on_without_other_hosts(hosts: Hosts) -> None:
@@ -362,7 +362,7 @@ def test_the_memory_of_requests_counts_and_large_ones_are_not_copied(
         monkeypatch.setattr(resumable_streams, "MAX_REQUEST_BYTES", 20)
         begun = read_events(client, path, body, ASK, 3)
         assert sum(hosts.copies(name).num_held for name in hosts.all) == before + 1
-        assert len(begun + read_events(client, path, {}, {"Last-Event-ID": begun[-1][0]})) > 10
+        assert len(begun + read_events(client, path, {}, {"Last-Event-ID": begun[-1][0]})) > len(begun)
         _, other = kept.all(ResumableStream)
         assert not other.head.request and other.recording is None
     running.call(running.streams.close())
