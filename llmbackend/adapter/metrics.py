@@ -306,7 +306,8 @@ class LlmMetrics:
 
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
         if reason == REFUSED:
-            self.refused()
+            if task.num_own_choices:  # the request's first choice
+                self.refused()
             return
         self._success.increment(1, finished_reason=reason, **self._vllm_labels)
         self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._vllm_labels)

@@ -461,7 +461,7 @@ class ModelState:
 
     def fail_all(self, error: TritonError) -> None:
         for task in self.tasks.pop_all():
-            self.fail(task, error)
+            self.fail(task, error, "error" if task.times.taken_ns else REFUSED)
 
     def end_task(self, task: InferTask, reason: str, now_ns: int) -> None:
         """Clears a task's deadlines and counts it as finished, unless that has been done. The caller sends its last

@@ -42,6 +42,7 @@ class DaemonThreadPool:
             self._is_closed = True
             for _ in range(self._num_free):
                 self._jobs.put(None)
+            self._num_threads -= max(self._num_free, 0)
             self._num_free = min(self._num_free, 0)
 
     def _start(self) -> None:

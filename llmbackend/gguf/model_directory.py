@@ -181,7 +181,7 @@ def hold(directory: Path) -> int:
     """A descriptor; as long as it is open, no process removes the directory. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits only for `_is_held`
     return descriptor
 
 

@@ -215,7 +215,7 @@ class _Keeper:
         control.close()
         self._on_end(self._settings.number)
         try:
-            add_ended(self._settings.host.metrics, process.pid)
+            await in_thread(add_ended, self._settings.host.metrics, process.pid)  # waits for a scrape
         except (OSError, RuntimeError) as error:
             log.error("the counters of %s (process %d) cannot be read: %s", self._settings.name, process.pid, error)
         return code

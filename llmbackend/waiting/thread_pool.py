@@ -20,7 +20,7 @@ class ThreadPool(ThreadPoolExecutor):
         is_accepted: Future[bool] = Future()
         try:
             future = super().submit(_run, is_accepted, fn, args, kwargs)
-        except RuntimeError:
+        except BaseException:
             is_accepted.set_result(False)
             raise
         is_accepted.set_result(True)

@@ -77,6 +77,19 @@ def test_where_no_thread_can_be_started_questions_wait_for_those_that_exist(
         assert asked(threads).result(10) == slow.result(10)
 
 
+def test_a_question_after_close_is_answered_or_refused(
+    threads: DaemonThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(threads).result(10)
+    eventually(lambda: threads._num_free == 1, 10)
+    threads.close()
+    with monkeypatch.context() as patched:
+        refuse(patched)
+        with pytest.raises(RuntimeError):
+            asked(threads)
+    assert asked(threads).result(10)
+
+
 def test_a_question_that_waits_for_a_thread_is_answered_after_close(
     threads: DaemonThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle import model_lifecycle
 from llmbackend.core.lifecycle.model_lifecycle import ModelLifecycle
+from llmbackend.core.repository.model_files import ModelNames
 from llmbackend.core.repository.model_repository import ModelSpec
 from tests.helpers.core_backends import VERSIONED_BACKEND, answer, refused, states, write_version
 from tests.helpers.core_host import (
@@ -251,6 +252,30 @@ def test_a_load_that_overtakes_an_unload_keeps_its_names(
         monkeypatch.setattr(ModelLifecycle, "load", unload_first)
         server.load_model("m")
         assert answer(server, "m") == answer(server, "org/m") == "one"
+
+
+def test_an_unload_that_overtakes_the_end_of_a_load_leaves_no_names(
+    versioned: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_version(versioned, "one", config=served_as("org/m"))
+    with serving(versioned) as server:
+        add, calls = ModelNames.add, 0
+
+        def unload_first(names: ModelNames, name: str, key: str) -> bool:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # when the versions have loaded
+                server.unload_model("m")
+            return add(names, name, key)
+
+        monkeypatch.setattr(ModelNames, "add", unload_first)
+        server.load_model("m")
+        monkeypatch.undo()
+        assert calls == 2
+        assert not server.model_is_ready("m") and not server.model_is_ready("org/m")
+        write_version(versioned, "two", name="other", config=served_as("org/m"))
+        server.load_model("other")
+        assert answer(server, "org/m") == "two"
 
 
 def test_versions_are_all_loaded_or_none(versioned: Repository) -> None:

@@ -123,9 +123,11 @@ class TaskMap:
         running: set[str] = set()
         waiting: set[str] = set()
         with self._lock:
-            for request_id, task in self._tasks.items():
-                if name := task.lora_name:
-                    (running if request_id in self._engine_of else waiting).add(name)
+            # No task may outlive the lock here: its last reference would be dropped under a caller's lock.
+            names = [(request_id in self._engine_of, task.lora_name) for request_id, task in self._tasks.items()]
+        for is_running, name in names:
+            if name:
+                (running if is_running else waiting).add(name)
         return running, waiting
 
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:

@@ -221,7 +221,11 @@ class ModelLifecycle:
         """Uses a thread per model, as Triton does, while threads can be started: a model that drains slowly must not
         delay others."""
         for model in models:
-            self._unloading.run(partial(self._retire_one, [model]))
+            retire = partial(self._retire_one, [model])
+            try:
+                self._unloading.run(retire)
+            except RuntimeError:  # closed, and no thread can be started
+                retire()
 
     def _retire_one(self, models: list[LoadedModel]) -> None:
         """models: with one element, which is removed, so that the arguments do not keep it alive"""

@@ -209,6 +209,8 @@ class ModelLoader:
             # ends, and after a failure, the old version serves under its own names.
             if is_serving and (self.names.add(spec.name, spec.key) or is_reload):
                 self.names.serve_as(spec.key, served_names(spec.config))
+            if is_serving and self.lifecycle.versions.loaded_spec(spec.key) is not spec:
+                self.names.discard(spec.key)  # an unload has come meanwhile
         finally:
             if spec.agents is not None:
                 spec.agents.close_unless_loaded()
