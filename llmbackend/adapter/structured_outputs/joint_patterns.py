@@ -28,13 +28,14 @@ class _Value:
 def check_joint_patterns(schema: dict[str, Any], place: RequestPath) -> None:
     """Raises TritonError INVALID_ARG naming the value."""
     definitions = schema.get("$defs", {})
-    if sum(map(_num_patterns, (schema, *definitions.values()))) <= MAX_JOINT_PATTERNS:
+    if _num_patterns(schema) <= MAX_JOINT_PATTERNS:
         return
     waiting, known, num_read = [_Value([schema], "")], set(), 0
     while waiting:
         value = waiting.pop()
         schemas, choices = _joined(value.schemas, definitions)
-        key = frozenset(map(id, schemas)), value.chosen
+        # Without those that only refer to another one: each place that does so has its own.
+        key = frozenset(id(each) for each in schemas if each.keys() - {"$ref"}), value.chosen
         if key in known:
             continue
         known.add(key)

@@ -248,10 +248,17 @@ class _Definitions:
         num_joined: dict[str, int] = {}
 
         def count(name: str) -> int:
-            if name not in num_joined:
-                num_joined[name] = 0  # of a terminal that uses itself, which the compiler refuses
-                used = sum(count(used) for used in self._uses.get(name, ()) if used.isupper())
-                num_joined[name] = min(self._num_joined.get(name, 0) + used, MAX_JOINT_PATTERNS + 1)
+            waiting = [name]
+            while waiting:
+                each = waiting[-1]
+                used = [one for one in self._uses.get(each, ()) if one.isupper()]
+                if each not in num_joined:
+                    num_joined[each] = 0  # of a terminal that uses itself, which the compiler refuses
+                    waiting += [one for one in used if one not in num_joined]
+                else:
+                    waiting.pop()
+                    total = self._num_joined.get(each, 0) + sum(num_joined[one] for one in used)
+                    num_joined[each] = min(total, MAX_JOINT_PATTERNS + 1)
             return num_joined[name]
 
         for name in self._num_joined:

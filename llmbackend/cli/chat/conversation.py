@@ -83,8 +83,8 @@ class Conversation:
         self._failed_question = ""
 
     def take_back(self) -> str:
-        """Removes the last question and its answer until the next answer begins; a failed question has no messages.
-        Returns the question, "" if there is none."""
+        """Removes the last question and its answer; they come back if the next answer fails before it begins. A failed
+        question is already removed. Returns the question, "" if there is none."""
         if self._failed_question:
             return self._failed_question
         for index in range(len(self.messages) - 1, -1, -1):

@@ -296,6 +296,28 @@ def test_any_number_of_regular_expressions_for_different_values() -> None:
     assert grammar(COMPILER, guided_grammar=text)
 
 
+def test_types_that_refer_to_their_union_from_many_places() -> None:
+    """As in syntax trees: each type has a regular expression, no value has two."""
+    union = {"$ref": "#/$defs/any"}
+    types = {
+        f"t{number}": {
+            "type": "object",
+            "properties": {"kind": {"type": "string", "pattern": f"^k{number}$"}, "a": union, "b": union, "c": union},
+            "required": ["kind"],
+        }
+        for number in range(60)
+    }
+    schema = {"$defs": types | {"any": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in types]}}, **union}
+    assert accepts(COMPILER, '{"kind": "k7", "b": {"kind": "k59"}}', guided_json=schema)
+    assert not accepts(COMPILER, '{"kind": "k7", "b": {"kind": "l59"}}', guided_json=schema)
+
+
+def test_terminals_may_use_each_other_in_a_long_chain() -> None:
+    chain = "".join(f"A{number}: A{number + 1}\n" for number in range(600)) + "A600: /[a-z]+/\n"
+    joined = "".join(f"T{number}: A0 & /{number:c}.*/\n" for number in range(97, 109))
+    assert grammar(COMPILER, guided_grammar=f"start: T97 T98\n{chain}{joined}")
+
+
 def test_nothing_asked_is_no_constraint() -> None:
     assert constraint.read({"temperature": 1}) is None
     assert constraint.read({"structured_outputs": None, "guided_json": None}) is None
