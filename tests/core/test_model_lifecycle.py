@@ -15,7 +15,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle import model_lifecycle
 from llmbackend.core.lifecycle.model_lifecycle import ModelLifecycle
-from llmbackend.core.repository.model_files import ModelNames
+from llmbackend.core.repository.model_files import ModelIdentifier, ModelNames
 from llmbackend.core.repository.model_repository import ModelSpec
 from tests.helpers.core_backends import VERSIONED_BACKEND, answer, refused, states, write_version
 from tests.helpers.core_host import (
@@ -261,7 +261,7 @@ def test_an_unload_that_overtakes_the_end_of_a_load_leaves_no_names(
     with serving(versioned) as server:
         add, calls = ModelNames.add, 0
 
-        def unload_first(names: ModelNames, name: str, key: str) -> bool:
+        def unload_first(names: ModelNames, name: str, key: ModelIdentifier) -> bool:
             nonlocal calls
             calls += 1
             if calls == 2:  # when the versions have loaded
