@@ -115,7 +115,8 @@ NumQueued = Callable[[], int]
 
 class SeriesUsers:
     """Counts the loaded models that write each series: during a reload, the new one starts before the old one ends.
-    Creates and removes series under its lock, so that none is removed that another model has just created.
+    Creates and removes series under its lock: otherwise a model could remove a series that another one has just
+    created.
 
     Owner: the backend's state slot.
     """

@@ -1,7 +1,7 @@
 """ThreadPool: a ThreadPoolExecutor for machines that may run out of threads.
 
-Invariant: work whose `submit` has raised never runs. In a ThreadPoolExecutor it stays queued, and runs when nobody
-waits for it any more.
+Invariant: if `submit` raises, the work never runs. A ThreadPoolExecutor keeps such work in its queue and may run it
+later, although its caller was told that it failed.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class _Value:
 
 def check_joint_patterns(schema: dict[str, Any], place: RequestPath) -> None:
     """Raises TritonError INVALID_ARG naming the value."""
-    definitions = schema.get("$defs", {})
     if _num_patterns(schema) <= MAX_JOINT_PATTERNS:
         return
+    definitions = schema.get("$defs", {})
     waiting, known, num_read = [_Value([schema], "")], set(), 0
     while waiting:
         value = waiting.pop()

@@ -245,7 +245,7 @@ def _available_bytes(config: EngineConfig, memory: Memory, graph_bytes: int) -> 
 
 
 def _left_bytes(config: EngineConfig, memory: Memory) -> int:
-    """What gpu_memory_utilization leaves this process, whatever others use."""
+    """What this process may still allocate under gpu_memory_utilization, which ignores memory of other processes."""
     return int(memory.total_bytes * config.gpu_memory_utilization) - memory.own_bytes
 
 

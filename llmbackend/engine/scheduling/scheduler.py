@@ -7,10 +7,11 @@ under one token budget per step: first decodes, then running prefills, then wait
 is being computed by a running one waits for it; later requests may overtake it, but take neither the row nor the blocks
 that it needs.
 
-A prompt is long while more of its tokens than a threshold are missing, not counting its cached prefix. Long prompts
-leave half of a step's prefill budget to shorter ones, as far as those use it. A long prompt waits while another one of
-its own or a better priority is computed; shorter ones overtake it. So short prompts do not wait behind long ones, and
-long ones do not starve. A StepPacer (step_pacing.py) may limit a step's prefill budget while requests decode.
+A prompt is long while more of its tokens than a threshold are missing, not counting its cached prefix, which is looked
+up only for the first of the long prompts that wait. Long prompts leave half of a step's prefill budget to shorter ones,
+as far as those use it. A long prompt waits while another one of its own or a better priority is computed; shorter ones
+overtake it. So short prompts do not wait behind long ones, and long ones do not starve. A StepPacer (step_pacing.py)
+may limit a step's prefill budget while requests decode.
 
 Invariants: exactly the blocks for a step's tokens are reserved before it runs; only running sequences hold blocks; a
 step that had to preempt admits no request, and the first running sequence is never preempted, so some request always

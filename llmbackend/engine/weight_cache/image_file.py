@@ -59,8 +59,8 @@ _MADV_POPULATE_WRITE: Final = 23
 def map_pages(
     descriptor: int, offset_bytes: int, size_bytes: int, *, writable: bool = False, huge: bool = False
 ) -> Bytes:
-    """Maps a part of the file, shared with whoever else maps it, on huge pages if `huge` and possible; these start at
-    its multiples of 2 MiB. Raises OSError."""
+    """Maps a part of the file. All processes that map it share its pages. huge: asks for huge pages, which begin at
+    the file's multiples of 2 MiB. Raises OSError."""
     rights = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     pages = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, rights, offset=offset_bytes)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):

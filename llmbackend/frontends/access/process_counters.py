@@ -25,12 +25,12 @@ class ProcessCounters(Collector):
     def __init__(self, own: CollectorRegistry, folder: Path) -> None:
         """own: the counters of this process. folder: contains those of the other processes"""
         self._own = own
-        self._folder = str(folder)
+        self._folder = folder
 
     def collect(self) -> Iterator[Metric]:
         of_files: Any = MultiProcessCollector
         with _locked(self._folder, fcntl.LOCK_SH):
-            others = {family.name: family for family in of_files(None, self._folder).collect()}
+            others = {family.name: family for family in of_files(None, str(self._folder)).collect()}
         for family in self._own.collect():
             other = others.get(family.name)
             yield family if other is None else _sum(family, other)
@@ -56,7 +56,7 @@ def add_ended(folder: Path, pid: int) -> None:
     """Moves the counters of an ended process into the file of all ended ones. Raises OSError, or RuntimeError for a
     damaged file."""
     files: Any = MmapedDict
-    with _locked(str(folder), fcntl.LOCK_EX):
+    with _locked(folder, fcntl.LOCK_EX):
         for file in folder.glob(f"*_{pid}.db"):
             if file.name.startswith("counter_"):
                 sums = files(str(folder / "counter_ended.db"))
@@ -67,8 +67,8 @@ def add_ended(folder: Path, pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: str, kind: int) -> Iterator[None]:
-    """Nobody reads while counters are moved: they would be counted twice, or not at all."""
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Locks the folder: a process that read it while counters are moved would count them twice, or not at all."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, kind)

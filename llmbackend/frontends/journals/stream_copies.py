@@ -329,14 +329,18 @@ class StreamCopies:
 
     async def _answer(self, peer: str, payload: bytes) -> bytes:
         call = _decode_call(payload)
+        answer: _Refused | StreamRecord | None
         if isinstance(call, _Batch):
             self._end_superseded(call.items)
-        answer = self._held.add(call.items) if isinstance(call, _Batch) else self._record_for_taker(call)
+            answer = self._held.add(call.items)
+        else:
+            answer = self._record_for_taker(call)
         self._forget_later()
         return _encode(answer)
 
     def _end_superseded(self, items: Sequence[_Begin | _Step | _End]) -> None:
-        """A host that was cut off may copy to one host, and hear from another one that this one runs its streams."""
+        """Ends this host's streams that the sender of the items has taken over. If this host was cut off and now copies
+        to a third one, only these items tell it so."""
         for head in (item.record.head for item in items if isinstance(item, _Begin)):
             own = self._own.get(head.key)
             if own is not None and own.head.epoch < head.epoch:

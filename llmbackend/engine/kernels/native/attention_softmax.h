@@ -159,7 +159,7 @@ inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r
 }
 
 // The final factor on a row's weighted values: 1 / the sum of its weights, including the sink's. A NaN score has a weight
-// of zero; if all are NaN, so is the product of this and the values, with a sink too.
+// of zero. If there is no other score, the product of this and the values is NaN, with a sink too.
 inline float normaliser(const SoftmaxState& state, int r, const float* sink) {
     const float total = sum(load(state.sums + r * kLanes));
     if (sink == nullptr || total == 0.0f) return 1.0f / total;
